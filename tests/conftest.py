@@ -13,11 +13,14 @@ import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver_script import Script
 
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
+from manyhands.worker import Worker
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -63,6 +66,18 @@ def local() -> Iterator[Local]:
     """Engine `local`, warm for the whole session."""
     with Local() as engine:
         yield engine
+
+
+@pytest.fixture
+def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is launched on engine `local` uses the tests' warm fork server, which has loaded torch already."""
+    launch = Local.launch
+
+    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
+        return launch(local if spec.workers > 1 else self, program, spec)
+
+    monkeypatch.setattr(Local, "prestart", lambda self: self)
+    monkeypatch.setattr(Local, "launch", on_warm)
 
 
 @pytest.fixture

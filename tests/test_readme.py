@@ -14,7 +14,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,8 @@ from typer.testing import CliRunner, Result
 from manyhands import spec
 from manyhands.cli.commands import app
 from manyhands.comm.codecs import CODECS
-from manyhands.engines.base import LaunchSpec
-from manyhands.engines.local.engine import Local
 from manyhands.server.rules import RULES
 from manyhands.strategies import CATALOGUE
-from manyhands.worker import Worker
 from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, title, write_scripts
 
 SCRIPT_S = 60.0
@@ -50,18 +46,6 @@ def command(words: list[str]) -> Result:
     """The command `manyhands`, in this process, which has torch already."""
     assert words[0] == "manyhands"
     return CliRunner().invoke(app, words[1:], prog_name="manyhands")
-
-
-@pytest.fixture
-def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a snippet launches here uses the tests' warm fork server, which has loaded torch already."""
-    launch = Local.launch
-
-    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
-        return launch(local if spec.workers > 1 else self, program, spec)
-
-    monkeypatch.setattr(Local, "prestart", lambda self: self)
-    monkeypatch.setattr(Local, "launch", on_warm)
 
 
 @pytest.mark.slow

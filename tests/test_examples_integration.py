@@ -1,0 +1,254 @@
+"""The programs in examples/ run as they stand and learn; plain.py and gan.py are in own_loop/test_prepare_integration.py."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Hand, hands, slope
+from sessions import need_spark
+
+from manyhands.engines.local.engine import Local
+from manyhands.own_loop.launch import run_script
+from manyhands.strategies import strategy_of
+from manyhands.testing.strategy_suite import STRATEGY_SUITE, StrategyWorker, run_workers
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PROGRAMS = sorted(EXAMPLES.glob("*.py"))
+NOTEBOOK = EXAMPLES / "notebook.ipynb"
+TIMEOUT_S = 300.0
+STARTERS = {
+    "python": [sys.executable],
+    "manyhands": [sys.executable, "-m", "manyhands", "run", "-n", "2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
+}
+
+
+@pytest.fixture
+def printed(tmp_path: Path) -> Callable[..., str]:
+    """`printed(starter, name, *arguments)`: standard output of an example in processes of its own, which must end well."""
+
+    def run(starter: str, name: str, *arguments: str) -> str:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TMPDIR": str(tmp_path),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_DIRS": str(tmp_path),
+            "JAVA_TOOL_OPTIONS": f"-Djava.io.tmpdir={tmp_path}",
+        }
+        done = subprocess.run(
+            [*STARTERS[starter], str(EXAMPLES / name), *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, f"{starter} {name} ended with {done.returncode}:\n{done.stderr[-12000:]}"
+        return done.stdout
+
+    return run
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """What the one group of the pattern matches, wherever it does."""
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+# -- what is written about them ----------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_examples_lists_all() -> None:
+    """With a command that starts the one of its row."""
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|.*\| `(.+?)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted([*(path.name for path in PROGRAMS), NOTEBOOK.name])
+    for name, target, command in rows:
+        assert (name, command.split()[-1]) == (target, f"examples/{name}")
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_each_says_how_to_start_it(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text
+    commands = re.findall(r"^(?:python|torchrun|manyhands) .+", text, re.MULTILINE)
+    assert f"python examples/{path.name}" in " ".join(commands) or f"-n 2 examples/{path.name}" in " ".join(commands)
+    assert {file for line in commands for file in re.findall(r"examples/\w+\.py", line)} == {f"examples/{path.name}"}
+
+
+# -- hugging_face.py ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hugging_face_takes_the_same_steps_however_it_is_started(printed: Callable[..., str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    losses, models = [], []
+    for how in STARTERS:
+        text = printed(how, "hugging_face.py", "--pretrain-epochs", "1", "--epochs", "1", "--save", how)
+        losses.append(numbers(r"loss (\d\.\d\d)\n", text))
+        models.append(transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / how).state_dict())
+    for loss, model in zip(losses[1:], models[1:], strict=True):
+        assert loss == pytest.approx(losses[0], abs=0.011)  # of numbers with two decimals
+        for name, tensor in model.items():
+            torch.testing.assert_close(tensor, models[0][name], atol=5e-3, rtol=0)  # AdamW divides small gradients
+    assert len(losses[0]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_hugging_face_knows_words_from_pretraining(
+    pretrained: bool, local: Local, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A guess is right in half of the sentences."""
+    pytest.importorskip("transformers")
+    arguments = [] if pretrained else ["--pretrain-epochs", "0"]
+    assert run_script(EXAMPLES / "hugging_face.py", arguments, workers=2, engine=local, threads_per_worker=1) == 0
+    (labelled, others) = numbers(r": (\d+\.\d)%", capfd.readouterr().out)
+    assert labelled > 80
+    assert others > 95 if pretrained else others < 75
+
+
+# -- custom_strategy.py ------------------------------------------------------------------------------------------------
+
+
+def slowmo(options: str) -> Any:
+    return strategy_of(f"{EXAMPLES / 'custom_strategy.py'}:SlowMo:{options}")
+
+
+@pytest.mark.parametrize("check", [name for name in STRATEGY_SUITE if name != "plain_loop"])
+def test_the_strategy_of_ones_own_passes_the_suite(check: str) -> None:
+    STRATEGY_SUITE[check](slowmo("period=3"))
+
+
+def test_slow_momentum_by_hand() -> None:
+    """Two workers whose parameter falls by 1 and by 3 in each step, so that the mean of two steps is 4 away."""
+
+    def program(hand: Hand) -> list[float]:
+        path = []
+        for _ in range(6):
+            hand.tick()
+            path.append(float(hand.center))
+        hand.finish()
+        return path
+
+    for path in hands(slowmo("period=2,rate=0.5,momentum=0.5"), [slope(1.0), slope(3.0)], program, rate=1.0):
+        assert path == [0, -2, -2, -5, -5, -8.5]  # u: 4, 6, 7
+
+
+def test_slow_momentum_of_zero_is_local_sgd() -> None:
+    def program(trainer: StrategyWorker) -> list[torch.Tensor]:
+        trainer.train(7)
+        trainer.finish()
+        return [trainer.consensus(), *trainer.tensors().values()]
+
+    ours = run_workers(slowmo("period=3,momentum=0"), 3, program)
+    theirs = run_workers(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, wanted, strict=True):
+            assert (a - b).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_custom_strategy_beside_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["custom_strategy.py"])
+    runpy.run_path(str(EXAMPLES / "custom_strategy.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["allreduce", "local-sgd:period=16", "slowmo"]
+    assert [int(line.split()[1]) for line in lines] == [3 * 41, 3 * 3, 3 * 3]
+    assert min(numbers(r"(\d+\.\d)%", "\n".join(lines))) > 90  # a guess is right in a tenth
+
+
+# -- several_gpus.py ---------------------------------------------------------------------------------------------------
+
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_too_few_gpus_are_said(gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["several_gpus.py"])
+    assert run_script(EXAMPLES / "several_gpus.py", workers=1) == 2
+    assert f"torch sees {gpus} here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_gpus_without_gpus(local: Local, capfd: pytest.CaptureFixture[str]) -> None:
+    """Under bfloat16 two workers take one's steps as far as bfloat16 shows."""
+    arguments = ["--cpu", "--rows", "48", "--batch-size", "16", "--epochs", "2"]
+    losses = []
+    for workers in (1, 2):
+        assert run_script(EXAMPLES / "several_gpus.py", arguments, workers=workers, engine=local) == 0
+        losses.append(numbers(r"(\d\.\d\d) nats", capfd.readouterr().out))
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    assert losses[0][1] < losses[0][0]
+    assert len(losses[0]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("starter", ["manyhands", "torchrun"])
+def test_several_gpus(starter: str, printed: Callable[..., str]) -> None:
+    text = printed(starter, "several_gpus.py")
+    assert text.count("on 2 workers, cuda") == 5
+    assert numbers(r"test loss: (\d\.\d\d)", text)[0] < 3.0  # after none of its steps it is above 4.8
+
+
+# -- the others --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_keras_digits(printed: Callable[..., str]) -> None:
+    pytest.importorskip("keras")
+    accuracy = numbers(r"accuracy: (\d\.\d+)", printed("python", "keras_digits.py", "--epochs", "3"))
+    assert accuracy[-1] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_spark_digits(printed: Callable[..., str]) -> None:
+    need_spark()
+    text = printed("python", "spark_digits.py")
+    assert numbers(r"test accuracy: (\d+\.\d)%", text)[0] > 90
+    assert "allreduce on 2 workers" in text
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.reads(NOTEBOOK.read_text(), as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)
+    assert 6 <= len(cells) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    preprocessors = pytest.importorskip("nbconvert.preprocessors")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    notebook = nbformat.reads(NOTEBOOK.read_text(), as_version=4)
+    runner = preprocessors.ExecutePreprocessor(timeout=TIMEOUT_S, kernel_name="python3")
+    runner.preprocess(notebook, {"metadata": {"path": str(tmp_path)}})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    texts = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    shown = [kind for output in outputs if "data" in output for kind in output.data]
+    assert shown.count("image/png") == 2
+    assert shown.count("text/html") == 3  # a run's summary, and two tables
+    assert numbers(r"parameter: (\S+)", texts)[0] < 1e-3
+    assert min(numbers(r"(0\.\d+|1\.0)", texts.split("largest")[0].split("test accuracy")[1])) > 0.9
