@@ -208,7 +208,7 @@ def _executor_memory(
 ) -> None:
     from manyhands import spec
     from manyhands.evidence.estimate.executor_memory import executor_memory
-    from manyhands.evidence.estimate.memory_table import text
+    from manyhands.evidence.estimate.table import memory_text
 
     counts, chosen = _counts(workers), spec.split_list(strategies)
     if len(counts) > 1 or len(chosen) > 1:
@@ -225,7 +225,7 @@ def _executor_memory(
         say=_say,
         **task_fields(ctx.params),
     )
-    typer.echo(found.to_json() if ctx.params["as_json"] else text(found, *tables.width()))
+    typer.echo(found.to_json() if ctx.params["as_json"] else memory_text(found, *tables.width()))
 
 
 def calibrate(

@@ -24,7 +24,7 @@ from manyhands.evidence.estimate.executor_memory import (
     parts_of,
     tensors_in,
 )
-from manyhands.evidence.estimate.memory_table import text
+from manyhands.evidence.estimate.table import memory_text
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies.base import State
 
@@ -108,7 +108,7 @@ def test_settings_and_text() -> None:
         "spark.executor.memory": "1024m",
         "spark.executor.memoryOverhead": f"{found.overhead_mb}m",
     }
-    shown = text(found)
+    shown = memory_text(found)
     assert all(f"--conf {name}={value}" in shown for name, value in found.settings.items())
     assert all(part.name in shown for part in found.parts)
     assert json.loads(found.to_json())["settings"] == found.settings

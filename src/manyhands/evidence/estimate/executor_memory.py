@@ -155,7 +155,9 @@ def executor_memory(
 ) -> ExecutorMemory:
     """The memory that each executor needs for `workers_per_executor` of the run's workers.
 
-    task, task_fields, strategy, servers: as in `train`. engine: spark, with its memory_mb. heap_mb: of the executor's JVM.
+    task, task_fields, strategy, servers: as in `train`.
+    engine: spark, with its memory_mb.
+    heap_mb: of the executor's JVM.
     say: called with a line about each stage.
 
     Trains a few steps on two workers of this machine, on the CPU, which takes the memory of two workers here. Raises

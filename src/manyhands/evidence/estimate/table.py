@@ -1,4 +1,4 @@
-"""Estimates as text: a table for each number of workers, and the rule of its error bars."""
+"""Estimates as text: a table for each number of workers with its error bars; an executor's memory with its settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from manyhands import units
 from manyhands.engines.sim.profile import Profile
 from manyhands.evidence.estimate.bars import FLOOR
 from manyhands.evidence.estimate.estimate import Estimate, Estimates, Span
-from manyhands.evidence.text_table import text_tables
+from manyhands.evidence.estimate.executor_memory import ExecutorMemory
+from manyhands.evidence.text_table import text_table, text_tables
 
 WIDTH, NARROWEST = 160, 60
 _NOT_TRIED = "*"
@@ -111,3 +112,28 @@ def _span(span: Span) -> str:
     if span.low is None or span.high is None:
         return units.duration(span.seconds)
     return f"{units.duration(span.seconds)} ({units.duration(span.low)} to {units.duration(span.high)})"
+
+
+def memory_text(found: ExecutorMemory, width: int = WIDTH) -> str:
+    """A block of plain text, ready to paste from `spark-submit` on."""
+    columns = {
+        "part": [*(part.name for part in found.parts), "in all"],
+        "one": [*(units.size(part.bytes) for part in found.parts), ""],
+        "in an executor": [*(str(part.count) for part in found.parts), ""],
+        "together": [*(units.size(part.total) for part in found.parts), f"{found.overhead_mb:,} MiB"],
+        "": [*(part.how for part in found.parts), ""],
+    }
+    settings = [f"  --conf {name}={value}" for name, value in found.settings.items()]
+    return "\n".join(
+        [
+            f"{found.task}: {found.strategy} on {units.count(found.workers, 'worker')}, "
+            f"{found.workers_per_executor} in an executor; resident, of a worker: {units.size(found.worker_bytes)}",
+            "",
+            text_table(columns, width),
+            "",
+            " \\\n".join(["spark-submit", *settings]),
+            "",
+            "spark.executor.pyspark.memory and spark.memory.offHeap.size stay unset: the first limits the addresses of "
+            "each Python process, of which shared memory takes many; the second is the JVM's.",
+        ]
+    )
