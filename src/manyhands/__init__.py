@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from manyhands.task import Task as Task
     from manyhands.training.train import train as train
     from manyhands.worker import Worker as Worker
+    from manyhands.worker_callback import WorkerCallback as WorkerCallback
+    from manyhands.worker_callback import WorkerCallbackFactory as WorkerCallbackFactory
 
 __version__ = "0.1.0"
 
@@ -123,6 +125,8 @@ _WHERE = {
     "Unsupported": "errors",
     "WandB": "callbacks",
     "Worker": "worker",
+    "WorkerCallback": "worker_callback",
+    "WorkerCallbackFactory": "worker_callback",
     "WorkerFailed": "errors",
     "calibrate": "evidence.calibrate.calibrate",
     "check": "evidence.check.check",

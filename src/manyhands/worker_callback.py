@@ -55,7 +55,10 @@ class WorkerCallbackFactory(ABC):
 
     @abstractmethod
     def create(self, worker: Worker, replica: Replica) -> WorkerCallback | None:
-        """On every worker, when replicas agree, before a checkpoint is read. None: this worker has no callback."""
+        """On every worker, when replicas agree, before a checkpoint is read.
+
+        None: no callback, on all workers or on none, as its methods are collective.
+        """
 
     @abstractmethod
     def on_result(self, result: Any) -> None:
