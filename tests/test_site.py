@@ -62,6 +62,11 @@ def test_pages_outside_of_docs_are_pages_of_the_site(found: dict[str, Any], site
     assert 'href="../strategies/"' in (site / "contributing" / "index.html").read_text()
 
 
+def test_examples_are_sections_of_their_page(found: dict[str, Any], site: Path) -> None:
+    assert "class SlowMo" in found["start/examples/#custom_strategypy"]["text"]
+    assert 'href="#custom_strategypy"' in (site / "start" / "examples" / "index.html").read_text()
+
+
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     """No font, script, style or picture of another server."""
     for page in site.rglob("*.html"):

@@ -1,7 +1,7 @@
-"""What the site adds to docs/: the pages outside of it, and every command's options.
+"""What the site adds to docs/: the pages outside of it, the examples' programs, and every command's options.
 
-Links are written as they work in the repository. In the site these pages stand beside the others, and a file that is no
-page (source, tests) is named without a link.
+Links are written as they work in the repository. In the site these pages stand beside the others, a program of examples/
+is a section of their page, and any other file that is no page (source, tests) is named without a link.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from posixpath import normpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -20,6 +21,7 @@ PAGES = {
     "SECURITY.md": "security-policy.md",
     "examples/README.md": "start/examples.md",
 }
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 COMMANDS = "<!-- every command and its options: the site adds them here -->"
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]+)?\)")
 
@@ -27,7 +29,10 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]+)?\)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages outside of docs/."""
     for name, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+        text = (ROOT / name).read_text()
+        if name == "examples/README.md":
+            text += "".join(f"\n## {path.name}\n\n```python\n{path.read_text()}```\n" for path in EXAMPLES)
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -45,6 +50,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         page = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if page is not None and files.get_file_from_path(page) is not None:
             return f"[{text}]({up}{page}{anchor})"
+        if ROOT / path in EXAMPLES:
+            return f"[{text}]({up}start/examples.md#{slugify(case='lower')(Path(path).name, '-')})"
         return text if (ROOT / path).exists() else match[0]  # mkdocs names what is not there
 
     markdown = _outside_fences(markdown, lambda part: _LINK.sub(link, part))
