@@ -33,6 +33,12 @@ STARTERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a file that a spec names is on sys.path from then on, and examples/plain.py is not tests/plain.py."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture
 def printed(tmp_path: Path) -> Callable[..., str]:
     """`printed(starter, name, *arguments)`: standard output of an example in processes of its own, which must end well."""
