@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from by_hand import Hand, hands, quadratic, slope
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
+import manyhands as mh
+import plain
 from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import strategy_of
@@ -130,7 +135,46 @@ def test_what_it_wants() -> None:
 
 def test_with_another_number_of_workers_the_window_begins_anew() -> None:
     memory = [FlatVector([torch.zeros(1)])]
-    states = [ElasticState(center=FlatVector([torch.full((1,), 5.0)]), ticks=2, steps=3, inside=True) for _ in range(2)]
+    states = [
+        ElasticState(center=FlatVector([torch.full((1,), 5.0)]), ticks=2, moved=True, inside=True) for _ in range(2)
+    ]
     merged = ElasticState(center=FlatVector([torch.zeros(1)]), memory=memory).merge(states, 2, 3)
-    assert (merged.ticks, merged.steps, merged.inside, float(merged.center.joined())) == (0, 0, False, 5.0)
+    assert (merged.ticks, merged.moved, merged.inside, float(merged.center.joined())) == (0, False, False, 5.0)
     assert merged.memory is memory
+
+
+# -- whole trainings -----------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*plain.rows(8), strict=True)
+
+
+@pytest.mark.parametrize("name", ["easgd", "eamsgd"])
+@pytest.mark.parametrize(("rows", "epochs"), [(9, 3), (17, 2), (8, 2), (7, 5)])
+def test_in_step_both_ways_are_one_algorithm_with_uneven_slices(name: str, rows: int, epochs: int) -> None:
+    """Batches of 2 rows on 2 workers: the last one of an epoch leaves a worker without rows, also where an exchange is due."""
+    task = plain.task(train_data=plain.rows(rows), batch_size=2, epochs=epochs)
+    answers = [
+        mh.train(task, strategy=f"{name}:{way}", workers=2, engine="sim").model.state_dict()
+        for way in ("bound=0", "via=group")
+    ]
+    for key, tensor in answers[0].items():
+        torch.testing.assert_close(tensor, answers[1][key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["easgd", "eamsgd"])
+def test_the_end_of_a_stream_is_seen_where_an_exchange_is_due(name: str) -> None:
+    """Two epochs of 4 batches and a tick that finds no rows; without the bits of that exchange it took hundreds."""
+    task = plain.task(train_data=Stream(), batch_size=2, epochs=2)
+    run = mh.train(task, strategy=f"{name}:via=group,period=4", workers=2, engine="sim")
+    assert (run.rows["total"], len(run.history)) == (16, 10)
+
+
+def test_a_period_as_long_as_the_training_is_a_warning() -> None:
+    """Its exchange would come with the next step: the answer is the start."""
+    task = plain.task(train_data=plain.rows(8), batch_size=2, epochs=1)
+    run = mh.train(task, strategy="easgd:via=group,period=4", workers=2, engine="sim")
+    assert "its answer is where it began" in run.info["warnings"][0]
+    assert mh.train(task, strategy="easgd:via=group,period=3", workers=2, engine="sim").info["warnings"] == []

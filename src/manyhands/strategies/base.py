@@ -53,6 +53,7 @@ class Traits:
     adds: bool = False  # windows of several workers add up, and longer ones make the steps larger
     outer_steps: bool = False  # the answer takes steps of its own, along the replicas' means
     follows: bool = False  # the answer follows replicas that are meant to differ from it
+    exchanges_next: bool = False  # a whole period's exchange comes with the step after it, not with its last
     behind: tuple[str, str] | None = None  # short runs are: why, and what helps
     behind_at_once: bool = False  # also where every step is exchanged
 

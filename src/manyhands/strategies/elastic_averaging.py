@@ -25,11 +25,11 @@ BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers
 
 @dataclass(kw_only=True)
 class ElasticState(State):
-    """The steps since the last exchange; and the center, where the group keeps it."""
+    """The ticks since the last exchange; and the center, where the group keeps it."""
 
     center: FlatVector  # via group, the same on all ranks; [0] via server
     ticks: int = 0
-    steps: int = 0  # of this worker, with rows, since it last took part
+    moved: bool = False  # this worker has had rows since it last took part
     inside: bool = False  # this worker has begun, at the center as it was then
     memory: list[FlatVector] = field(default_factory=list)  # one that the group sums in
 
@@ -38,7 +38,7 @@ class ElasticState(State):
         """With another number of ranks, a new window: via server from the center, via group from the mean."""
         if len(others) == size:
             return replace(others[rank], memory=self.memory)
-        return replace(others[0], ticks=0, steps=0, inside=False, memory=self.memory)
+        return replace(others[0], ticks=0, moved=False, inside=False, memory=self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Elastic(AsyncOptions, Strategy):
 
     consistency: ClassVar[str] = "elastic"
     needs: ClassVar[Needs] = Needs(before_gradient=True)
-    traits: ClassVar[Traits] = Traits(period="period", follows=True)
+    traits: ClassVar[Traits] = Traits(period="period", follows=True, exchanges_next=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, period=self.period)
@@ -104,15 +104,14 @@ class Elastic(AsyncOptions, Strategy):
     def exchange_at(
         self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState
     ) -> tuple[FlatVector | None, bool]:
-        """At a step that is `period` steps after the last exchange: (the elastic difference of x, which the caller
-        subtracts; whether an exchange was made). x: the parameters as the step found them."""
-        difference, exchanged = None, False
-        if state.ticks >= self.period:
-            takes_part = replica.weight > 0 and state.steps > 0
-            difference, exchanged = self._difference(x, takes_part, replica, worker, state)
-        state.ticks = 1 if exchanged else state.ticks + 1
-        state.steps += replica.weight > 0
-        return difference, exchanged
+        """At a tick that is `period` ticks after the last exchange: (the elastic difference of x, which the caller
+        subtracts; True). x: the parameters as the tick found them."""
+        due = state.ticks >= self.period
+        takes_part = state.moved and replica.weight > 0
+        difference = self._difference(x, takes_part, replica, worker, state) if due else None
+        state.ticks = 1 if due else state.ticks + 1
+        state.moved = state.moved or replica.weight > 0
+        return difference, due
 
     def result(self, replica: Replica, worker: Worker, applied: bool, exchanged: bool) -> StepResult:
         """What `exchange` returns."""
@@ -123,16 +122,11 @@ class Elastic(AsyncOptions, Strategy):
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         """Close a window that was cut short. The exchange of a whole one comes with the next step."""
-        if not state.ticks:
-            return
-        whole = state.steps >= self.period
-        if self.via == "group":
-            whole = replica.sum_weights(worker.mesh.data, float(whole)) > 0
-        if not whole:
-            difference, _ = self._difference(replica.parameters, state.steps > 0, replica, worker, state)
+        if 0 < state.ticks < self.period:
+            difference = self._difference(replica.parameters, state.moved, replica, worker, state)
             if difference is not None:
                 replica.parameters.sub_(difference)
-        state.ticks = self.period if whole else 0
+            state.ticks = 0
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> FlatVector:
@@ -140,28 +134,27 @@ class Elastic(AsyncOptions, Strategy):
 
     def _difference(
         self, x: FlatVector, takes_part: bool, replica: Replica, worker: Worker, state: ElasticState
-    ) -> tuple[FlatVector | None, bool]:
-        """(alpha·(x - center), by which the center moved, or None where this worker takes no part; whether any did)."""
+    ) -> FlatVector | None:
+        """alpha·(x - center), by which the center moved; None for a worker that takes no part."""
         alpha = self._alpha(worker.mesh.data.size)
         if takes_part:
-            state.steps = 0
+            state.moved = False
         if self.via == "group":
             mine = alpha * (x - state.center) if takes_part else None
-            return mine, self._add_to_center(mine, replica, worker, state)
+            self._add_to_center(mine, replica, worker, state)
+            return mine
         if not takes_part:
-            return None, False
+            return None
         replica.rounds += 1
-        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica), True
+        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica)
 
-    def _add_to_center(self, mine: FlatVector | None, replica: Replica, worker: Worker, state: ElasticState) -> bool:
-        """Move every rank's center by the sum of all differences. False: no rank has one."""
-        if not replica.sum_weights(worker.mesh.data, float(mine is not None)):
-            return False
-        everyone = state.memory[0]
-        everyone.copy_(mine) if mine is not None else everyone.zero_()
-        everyone.all_reduce_(worker.mesh.data)
-        state.center.add_(everyone)
-        return True
+    def _add_to_center(self, mine: FlatVector | None, replica: Replica, worker: Worker, state: ElasticState) -> None:
+        """Move every rank's center by the sum of all differences, where there is one."""
+        if replica.sum_weights(worker.mesh.data, float(mine is not None)):
+            everyone = state.memory[0]
+            everyone.copy_(mine) if mine is not None else everyone.zero_()
+            everyone.all_reduce_(worker.mesh.data)
+            state.center.add_(everyone)
 
     def _alpha(self, workers: int) -> float:
         return BETA / workers if self.alpha is None else self.alpha

@@ -492,7 +492,14 @@ class Loop:
         strategy, total = self.plan.strategy, self.total_ticks()
         option = strategy.traits.period
         period = getattr(strategy, option, None) if option else None
-        if self.worker.size == 1 or total is None or not is_whole(period) or period <= total:
+        if self.worker.size == 1 or total is None or not is_whole(period):
+            return []
+        if strategy.traits.exchanges_next and period == total:
+            return [
+                f"{option}={period:,} of strategy {strategy.name}: the exchange comes with the step after so many, and this training has no more: "
+                f"its answer is where it began. Give {option} at most {max(1, period // 4):,}"
+            ]
+        if period <= total:
             return []
         return [
             f"{option}={period:,} of strategy {strategy.name} is more than the {units.count(total, 'step')} of this training: workers exchange at its end only"
