@@ -118,7 +118,8 @@ class Worker:
     driver: DriverClient = field(default_factory=SoloDriverClient)
     threads: int = 1
     local_rank: int = 0
-    address: str = "127.0.0.1"  # of this host, at which all other workers reach what listens here
+    address: str = "127.0.0.1"  # at which all other workers reach what listens on this host
+    listen: str = "127.0.0.1"  # of this host, on which to listen for them: often the same
     ports: tuple[int, int] | None = None  # (first, last) on which to listen there; None: any that is free
     shares_process: bool = False  # others live in this process too: what this worker changes must be its own
     prepared: Any = field(default=None, init=False, repr=False, compare=False)  # what `prepare` knows of this worker

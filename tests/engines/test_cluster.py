@@ -126,6 +126,13 @@ def test_all_hear_the_same_addresses_and_their_ports_are_free_again() -> None:
             sock.bind((host, int(port)))
 
 
+def test_published_ports_are_met_at_the_address_that_the_others_reach() -> None:
+    """Listening is at an address of this machine, which a container's published address is not."""
+    cluster, _ = met(Worker(address="203.0.113.5"), Roles(workers=1, others={}))
+    (address,) = cluster.addresses["worker"]
+    assert address.startswith("203.0.113.5:")
+
+
 def test_local_ranks_are_of_a_hosts_own_trainers() -> None:
     """Hosts of 2, 3 and 1 processes: chief and worker 0; workers 1 and 2 and ps 0; ps 1."""
     found = meet_all(Roles(workers=3, others={"chief": 1, "ps": 2}), [0, 0, 2, 2, 2, 5])

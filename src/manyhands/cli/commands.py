@@ -183,7 +183,7 @@ def train(
         engine,
         "hosts",
         listen=listen,
-        advertise=advertise,
+        advertise=advertise or None,
         local_workers=local_workers,
         ports=ports,
         tls=None if tls else tls,

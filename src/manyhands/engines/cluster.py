@@ -182,15 +182,18 @@ class Member:
         with ExitStack() as stack:
             stack.enter_context(_environment(found))
             if self.tensorboard is not None and cluster.is_chief:
-                url = stack.enter_context(shown(self.tensorboard, worker.address))
+                url = stack.enter_context(shown(self.tensorboard, worker.listen))
                 worker.emit(TENSORBOARD, url=url)
             return self.function(replace(cluster, data=self.rows), *self.args)
 
 
 def met(worker: Worker, roles: Roles) -> tuple[Cluster, dict[str, str]]:
     """This process's Cluster and variables, once all addresses are known; collective. Ports are free again then."""
-    with bound(worker.address, worker.ports or _quiet_ports()) as sock:
-        own = [format_address(sock.getsockname()[:2]), worker.rank - worker.local_rank]
+    with bound(worker.listen, worker.ports or _quiet_ports()) as sock:
+        host, port = sock.getsockname()[:2]
+        if worker.address != worker.listen:  # where the others reach this port, which has the same number there
+            host = worker.address
+        own = [format_address((host, port)), worker.rank - worker.local_rank]
         everyone = worker.group.all_gather_json(own)
     worker.group.barrier()
     addresses: dict[str, tuple[str, ...]] = {}

@@ -28,7 +28,7 @@ from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_count
 from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
 from manyhands.engines.hosts.message_channel import SILENCE_S
-from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
+from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_advertised, check_way, ports_of
 from manyhands.engines.hosts.roster import Offer, Roster
 from manyhands.engines.hosts.secret import Secret, named_file
 from manyhands.errors import BadInput, Unsupported, is_whole
@@ -97,6 +97,8 @@ class Hosts(Engine):
         if self.tls and self.plain_network:
             raise BadInput("plain_network works only with tls=off: leave plain_network out, or give tls=off too")
         check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
+        if self.advertise != "":
+            check_advertised(self.advertise, self.listen)
         ports_of(self.ports)
 
     @override
@@ -202,6 +204,8 @@ class Hosts(Engine):
             plain += " --plain-network" if self.plain_network else ""
             there = f"{address.rpartition(':')[0]}:{path}"
             copy, name = f"  scp -p {shlex.quote(there)} .\n", path.name
+            if self.advertise:  # what is there under this name may be another file system
+                copy = f"  (with a copy of {path}, a file of the machine or container where this runs)\n"
         risk = "" if self.tls else f"\n{PLAIN_RISK}.\n"
         return (
             f"On {'the other hosts' if copy else 'this host'}, run this{'' if self.tls else ', WITHOUT TLS'} (several "

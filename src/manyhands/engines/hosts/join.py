@@ -27,7 +27,7 @@ from manyhands.engines.driver.message_checks import order
 from manyhands.engines.driver.run_monitor import Failure
 from manyhands.engines.hosts import roster
 from manyhands.engines.hosts.message_channel import SILENCE_S, HostMessage, MessageChannel
-from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_way, ports_of
+from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_advertised, check_way, ports_of
 from manyhands.engines.hosts.plain_values import encode
 from manyhands.engines.hosts.secret import Secret, named_file
 from manyhands.engines.local.fork_client import Spawner, import_path
@@ -69,6 +69,8 @@ class Join:
         host, _ = parse_address(self.address)
         for one in filter(None, (host, self.listen)):
             check_way(one, tls=self.tls, plain_network=self.plain_network)
+        if self.advertise != "":
+            check_advertised(self.advertise, self.listen)
         ports_of(self.ports)
 
 

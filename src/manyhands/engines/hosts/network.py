@@ -6,6 +6,7 @@ of the others. The key never leaves the host on which its file lies.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -76,6 +77,23 @@ def check_way(host: str, *, tls: bool, plain_network: bool) -> None:
             f"{host} can be reached from other machines, and without TLS anybody on that network can read and change "
             "all messages, and the program too: leave TLS on, or add --plain-network (plain_network=on) if you trust "
             "the network"
+        )
+
+
+def check_advertised(host: object, listen: str) -> None:
+    """BadInput for what is not the name or address of one host, without a port, or where `listen` lets nobody in."""
+    try:
+        fine = not ipaddress.ip_address(str(host)).is_unspecified
+    except ValueError:
+        fine = isinstance(host, str) and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", host) is not None
+    if not fine:
+        raise BadInput(
+            f"advertise (--advertise) must be a host's name or address, without a port, such as 10.0.0.1 or node-1; not {host!r}"
+        )
+    if listen and is_loopback(listen) and not is_loopback(str(host)):
+        raise BadInput(
+            f"advertise={host} is where other hosts reach this one, and listen={listen} lets in this machine alone: "
+            "also give --listen 0.0.0.0 (listen=)"
         )
 
 

@@ -84,8 +84,9 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what a script calls "cuda" is this worker's own
     if place.network is not None:  # where workers of other hosts reach this one's ports
-        address, ports = place.network["advertise"] or place.network["listen"], place.network["ports"]
-        reached = {"address": address, "ports": None if ports is None else tuple(ports)}
+        listen, ports = place.network["listen"], place.network["ports"]
+        address = place.network["advertise"] or listen
+        reached = {"address": address, "listen": listen, "ports": None if ports is None else tuple(ports)}
     topology, network = _topology(place, device), None
     if place.network is not None:
         from manyhands.engines.hosts.network import network_of  # loads TLS, which most runs do not need
