@@ -166,6 +166,7 @@ def test_estimate_for_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "reason"),
     [
         (["--engine", "hosts"], "estimate knows --engine sim (the default: time, by a profile) and --engine spark"),
+        (["--engine", "sim:network=lan", "--profile", "p.json"], "are --network and --compute here"),
         (["--engine", "spark", "--steps", "9"], "--steps is of estimates of time"),
         (["--engine", "spark", "--workers", "2,4"], "give one number of workers and one strategy"),
         (["--engine", "spark", "--strategies", "solo,diloco"], "give one number of workers and one strategy"),

@@ -177,6 +177,8 @@ def estimate(
         count, strategy = "8" if workers is None else workers, strategies or "allreduce"
         _executor_memory(ctx, task, engine, count, workers_per_executor or 4, strategy, servers)
         return
+    if engine != "sim":
+        raise BadInput(f"the network and compute of {engine!r} are --network and --compute here: leave --engine out")
     if workers_per_executor is not None:
         raise BadInput("--workers-per-executor is of executors: give --engine spark, too")
     if profile is None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -163,6 +166,14 @@ def test_a_sample_of_a_dataframe() -> None:
         module.sample(replace(frame, table=Table(0)), 3)
 
 
+def test_a_sample_of_files_goes_on_where_one_is_too_short(tmp_path: Path) -> None:
+    for name, numbers in {"a": [], "b": [1, 2], "c": [3, 4, 5]}.items():
+        pq.write_table(pa.table({"x": pa.array(numbers, pa.float32())}), tmp_path / f"{name}.parquet")
+    files = tuple(str(tmp_path / f"{name}.parquet") for name in "abc")
+    frame = DistributedFrame(key="k", columns=(SpoolColumn("features", ("x",), "float32"),), files=files)
+    assert module.sample(frame, 4).flatten().tolist() == [1, 2, 3, 4]
+
+
 def task(**fields: Any) -> mh.Task:
     given = {"batch_size": 8, "train_data": torch.ones(64, 1000), **fields}
     return mh.Task(
@@ -180,6 +191,29 @@ def test_what_cannot_be_is_refused_before_anything_starts(workers: Any, nothing_
         executor_memory(task(), workers=workers)
     with pytest.raises(BadInput, match="give engine='spark'"):
         executor_memory(task(), workers=2, engine="hosts")
+    with pytest.raises(BadInput, match="heap_mb must be a whole number"):
+        executor_memory(task(), workers=2, heap_mb=workers)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("hogwild", "must be on one machine"),
+        ("solo", "workers=8"),
+        ("allreduce:compress=threshold:0.001", "their memory cannot be estimated"),
+    ],
+)
+def test_what_engine_spark_refuses_is_refused_before_anything_starts(
+    strategy: str, message: str, nothing_starts: None
+) -> None:
+    with pytest.raises((BadInput, mh.Unsupported), match=message):
+        executor_memory(task(), workers=8, strategy=strategy)
+
+
+def test_fewer_rows_than_workers_are_refused(nothing_starts: None) -> None:
+    frame = DistributedFrame(key="k", columns=(), table=Table(100))
+    with pytest.raises(BadInput, match="some of the 100 workers without a row"):
+        executor_memory(task(train_data=frame), workers=100)
 
 
 def test_without_pyspark(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:

@@ -6,6 +6,7 @@ computed: how much of the others' shared memory a worker maps, and what a server
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,19 +32,20 @@ from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import open_source
 from manyhands.engines import engine_of
-from manyhands.engines.base import LaunchSpec, check_count
+from manyhands.engines.base import Engine, LaunchSpec, check_count
 from manyhands.engines.local.engine import Local
 from manyhands.engines.spark.engine import Spark
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.estimate.message_lengths import codec_named, payload_bytes
 from manyhands.evidence.estimate.model_sizes import reading_plan, shape_of
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
+from manyhands.strategies.quorum import Quorum
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.loop import peak_bytes
-from manyhands.training.plan import WorkerPlan
+from manyhands.training.plan import WorkerPlan, global_batch
 from manyhands.training.worker_main import make_loop
 from manyhands.worker import Worker
 
@@ -53,6 +55,7 @@ MARGIN = 0.1
 _MEASURED = 2  # workers
 _STEPS = 4  # that are measured; the last one ends an open window
 _NEVER = 1 << 40
+_START_S = 300
 _MB = 1 << 20
 _SPARK_TASK = (
     "import pyspark.worker, pandas, pyarrow.compute, manyhands.engines.spark.stage, resource; "
@@ -170,9 +173,12 @@ def executor_memory(
         raise BadInput(
             "the memory of a Spark task is measured here, and pyspark is missing: pip install 'manyhands[spark]'"
         )
-    for name, value in (("workers", workers), ("workers_per_executor", workers_per_executor), ("servers", servers)):
+    counts = {"workers": workers, "workers_per_executor": workers_per_executor, "servers": servers, "heap_mb": heap_mb}
+    for name, value in counts.items():
         check_count(name, value)
     own, chosen = task_from(task, task_fields), strategy_of(strategy)
+    _check(own, chosen, place, workers, servers)
+    payload = _payload(own, chosen)
     say("a few steps on two workers of this machine")
     measured = measure(own, chosen, workers, servers)
     say("a Spark task's Python")
@@ -183,7 +189,7 @@ def executor_memory(
         servers=servers if chosen.server() is not None else 0,
         spark_task=_spark_task(),
         rows=place.memory_mb * 1_000_000 if isinstance(own.train_data, DistributedFrame) else 0,
-        payload=_payload(own, chosen),
+        payload=payload,
         heap_mb=heap_mb,
     )
     return ExecutorMemory(
@@ -249,6 +255,10 @@ def _resident(
 def measure(task: Task, strategy: Strategy, workers: int, servers: int = 1) -> MeasuredWorker:
     """Train a few steps on two workers of this machine, each with the rows of one of `workers`."""
     rows = _rows_per_worker(task, workers)
+    if isinstance(strategy, Quorum) and strategy.backups >= _MEASURED:
+        strategy = replace(strategy, backups=_MEASURED - 1)  # it changes no worker's memory
+    whole = strategy.traits.exchanges_next and getattr(strategy, strategy.traits.period) == _STEPS
+    steps = _STEPS + whole  # an exchange among them
     if isinstance(task.train_data, DistributedFrame):
         task = task.with_fields(train_data=sample(task.train_data, _MEASURED * rows))
     bare = task.with_fields(
@@ -257,16 +267,21 @@ def measure(task: Task, strategy: Strategy, workers: int, servers: int = 1) -> M
         batch_size=None,
         batch_size_per_worker=rows,
         epochs=_NEVER,
-        max_steps=_STEPS,
+        max_steps=steps,
     )
     with Local() as engine, tempfile.TemporaryDirectory(prefix="manyhands-") as folder, rng.kept():
-        config = TrainConfig(task=bare, strategy=strategy, engine=engine, workers=_MEASURED, directory=None)
-        config.check(servers=servers, nonfinite="raise", max_seconds=None, timeout_s=300.0, resume=False)
+        try:
+            _check(bare, strategy, engine, _MEASURED, servers)
+        except BadInput as error:
+            raise BadInput(
+                f"two workers of this machine, on which memory is measured, cannot stand for {workers} of {spec_of(strategy)}: "
+                f"{error}. Estimate with other options of the strategy, or with allreduce"
+            ) from error
         plan = WorkerPlan(
             task=bare,
             strategy=strategy,
             validate_every=_NEVER,
-            checkpoint_every=_STEPS,
+            checkpoint_every=steps,
             checkpoints=Path(folder) / "checkpoints",
         )
         launch = partial(LaunchSpec, workers=_MEASURED, device="cpu")
@@ -277,6 +292,12 @@ def measure(task: Task, strategy: Strategy, workers: int, servers: int = 1) -> M
     return MeasuredWorker(base=base, data=max(0, loaded - base), **values)
 
 
+def _check(task: Task, strategy: Strategy, engine: Engine, workers: int, servers: int) -> None:
+    """What `train` checks before it starts anything."""
+    config = TrainConfig(task=task, strategy=strategy, engine=engine, workers=workers, directory=None)
+    config.check(servers=servers, nonfinite="raise", max_seconds=None, timeout_s=300.0, resume=False)
+
+
 def sample(frame: DistributedFrame, rows: int) -> tuple[Tensor, ...] | Tensor:
     """At most so many of the frame's first rows, as tensors. Raises BadInput where it has none."""
     import pyarrow as pa
@@ -285,8 +306,9 @@ def sample(frame: DistributedFrame, rows: int) -> tuple[Tensor, ...] | Tensor:
         from manyhands.data.readers import shared_files
 
         counts = shared_files.count(frame.files, 0, 1)
-        wanted = [min(rows, own) for own in counts[:1]]
-        batches = list(shared_files.read(frame.files[:1], wanted, frame.sources, 0, 1))
+        before = [0, *itertools.accumulate(counts)]
+        wanted = [max(0, min(own, rows - sum_before)) for own, sum_before in zip(counts, before, strict=False)]
+        batches = list(shared_files.read(frame.files, wanted, frame.sources, 0, 1))
     else:
         table = frame.table.select(*frame.sources).limit(rows)
         batches = pa.Table.from_pandas(table.toPandas(), preserve_index=False).to_batches()
@@ -302,7 +324,7 @@ def _rows_per_worker(task: Task, workers: int) -> int:
     if task.batch_size_per_worker is not None:
         return task.batch_size_per_worker
     if isinstance(task.train_data, DistributedFrame):
-        return -(-(task.batch_size or 64) // workers)
+        return -(-global_batch(task, workers) // workers)
     source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
     return -(-reading_plan(task, source, workers).batch_size // workers)
 
@@ -386,9 +408,17 @@ def resident(pid: int, name: str = "VmRSS") -> int:
 
 def _spark_task() -> int:
     """Resident, of a Python in which Spark runs a task of the barrier stage."""
-    done = subprocess.run([sys.executable, "-c", _SPARK_TASK], capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise BadInput(f"a Spark task's Python does not start here: {done.stderr.strip().splitlines()[-1:]}")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SPARK_TASK], capture_output=True, text=True, timeout=_START_S, check=False
+        )
+        problem = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"it took more than {_START_S} s"
+    if problem:
+        raise BadInput(
+            f"a Spark task's Python does not start here ({problem}): pip install 'manyhands[spark]' in this environment"
+        )
     return int(done.stdout.split()[-1])
 
 
@@ -400,4 +430,10 @@ def _payload(task: Task, strategy: Strategy) -> int:
     if codec is None or isinstance(codec, LinearCodec | PowerSGD):
         return 0
     shape = shape_of(task)
-    return payload_bytes(codec, shape, 0, shape.padded)
+    try:
+        return payload_bytes(codec, shape, 0, shape.padded)
+    except Unsupported as error:
+        raise Unsupported(
+            f"the payloads of compress={codec.name} are as long as the gradients make them, so their memory cannot be "
+            "estimated: use a codec of fixed length such as topk:0.01"
+        ) from error
