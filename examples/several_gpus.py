@@ -30,7 +30,7 @@ if not args.cpu and torch.cuda.device_count() < 2:
 
 worker = mh.worker()
 device = torch.device("cpu") if args.cpu else worker.device
-bfloat16 = torch.autocast(device.type, torch.bfloat16)
+bfloat16 = torch.autocast(device.type, torch.bfloat16, enabled=not args.cpu)  # many CPUs only emulate it
 
 torch.manual_seed(0)
 train, _, test = (windows(text) for text in split())  # each a pair: characters, and those that follow them

@@ -76,7 +76,8 @@ def run(asked: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):  # as docker stop, and docker run in the foreground
             signal.signal(number, lambda number, frame: to_first(process.pid, number))
         code = process.wait()
-        left = [str(path) for folder in ("dev/shm", "tmp") for path in (root / folder).rglob("*") if not path.is_dir()]
+        left = [str(path) for folder in ("dev/shm", "tmp") for path in (root / folder).rglob("*")]
+        left = [path for path in left if "/torchinductor_" not in path]  # a cache of torch's
         if left:
             print("left behind:", *left, file=sys.stderr)
         return LEFT_BEHIND if left else code

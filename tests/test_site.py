@@ -48,6 +48,8 @@ def test_every_public_name_has_its_place(found: dict[str, Any]) -> None:
 def test_parameters_of_a_function_are_a_list(site: Path) -> None:
     page = (site / "api" / "training" / "index.html").read_text()
     assert re.search(r"<li>(?:\s*<p>)?<strong><code>timeout_s</code></strong>", page)
+    page = (site / "api" / "measuring" / "index.html").read_text()  # where several share a line
+    assert re.search(r"<li>(?:\s*<p>)?<strong><code>profile</code></strong>: of ", page)
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "join", "estimate"])

@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 _PARAMETERS = re.compile(r"^(\w+(?:, \w+)*): (.+)$")
+_FURTHER = re.compile(r"(?<=[.;]) (?=(\w+(?:, \w+)*): )")  # on the same line, behind another's end
 
 
 class ParameterLines(griffe.Extension):
@@ -20,6 +21,7 @@ class ParameterLines(griffe.Extension):
 
 def _listed(text: str, parameters: set[str]) -> str:
     lines: list[str] = []
+    text = _FURTHER.sub(lambda found: "\n" if set(found[1].split(", ")) <= parameters else " ", text)
     for line in text.splitlines():
         match = _PARAMETERS.match(line)
         if match and set(match[1].split(", ")) & parameters:

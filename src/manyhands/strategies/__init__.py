@@ -54,7 +54,8 @@ ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing
     "averaging": "local-sgd:period=end",
     "post-local-sgd": "local-sgd:warmup=100",
     "swap": "local-sgd:period=end,warmup=100",  # stochastic weight averaging in parallel
-    **dict.fromkeys(("opendiloco", "fedopt", "bmuf", "slowmo"), "diloco"),
+    **dict.fromkeys(("opendiloco", "fedopt", "bmuf"), "diloco"),
+    "slowmo": "slow momentum is an example of a strategy of one's own; the nearest here is `diloco`, with Nesterov momentum",
     "streaming-diloco": "diloco:streaming=4",
     "decoupled-diloco": "diloco:via=server",
     **dict.fromkeys(("single", "none"), "solo"),
