@@ -12,9 +12,9 @@ from fuzzing import Damage, bounded, survive
 from manyhands import engines, spec, strategies
 from manyhands.cli.options import cast_of
 from manyhands.engines import engine_of
+from manyhands.engines.faults import Faults
 from manyhands.engines.hosts.network import ports_of
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.faults import Faults
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.evidence.compare.metric import target_of

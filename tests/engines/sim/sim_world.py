@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from manyhands.engines.faults import Faults
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.faults import Faults
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.rendezvous import SimRendezvous

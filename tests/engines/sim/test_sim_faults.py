@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from manyhands.engines.sim.faults import Fault, Faults
+from manyhands.engines.faults import Fault, Faults
 from manyhands.errors import BadInput, UnknownName
 
 EVERYTHING = (

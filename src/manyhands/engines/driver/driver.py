@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
 from manyhands.engines.driver.run_monitor import Failed, Failure, Hung, ProcessFinished, ProcessStatus, RunMonitor
+from manyhands.engines.faults import Fault
 from manyhands.engines.local.fork_client import import_path
 from manyhands.engines.local.serialization import serialize
 from manyhands.errors import ManyhandsError, WorkerFailed
@@ -57,24 +58,30 @@ class Driver:
     hosts: Sequence[HostProcesses]
     spec: LaunchSpec
     clock: Callable[[], float] = time.monotonic
+    faults: Sequence[Fault] = ()
     _values: dict[int, Any] = field(default_factory=dict, init=False)
     _news: deque[Event] = field(default_factory=deque, init=False)  # what the observer has not received yet
     _leases: Leases = field(default_factory=Leases, init=False)
     _process_of: dict[int, int] = field(default_factory=dict, init=False)  # replica -> the process that asks for it
     _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
+    _began: float = field(default=0.0, init=False)
+    _paused: dict[int, float] = field(default_factory=dict, init=False)  # process -> until when
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.monitor = RunMonitor(
             spec.workers, spec.timeout_s, self.clock(), spec.shards, awaited=spec.awaited, names=spec.name_of
         )
+        self._planned = set(self.faults)  # what has not happened yet
         self._host_of = {number: host for host in self.hosts for number in host.process_indices}
 
     def run(self, program: Any) -> list[Any]:
         with room_for_descriptors(3 * len(self._host_of) + 2 * len(self.hosts)):
             try:
+                self._began = self.clock()
                 self._busy(partial(self._start, program))
                 self._listen()
+                self._tell_unfired()
                 self._end(_EXIT_GRACE_S)
             except BaseException:
                 self._end(grace_s=0.0)
@@ -94,6 +101,8 @@ class Driver:
             "server": None if self.spec.server is None else vars(self.spec.server),
             "servers": self.spec.shards,
         }
+        if self.faults:
+            shared["faults"] = [str(fault) for fault in self.faults if fault.step is not None]
         fd = serialize(program, "the program")
         try:
             for host_processes in self.hosts:
@@ -123,6 +132,7 @@ class Driver:
             while not self._finished():
                 for host_processes in dict.fromkeys(key.data for key, _ in selector.select(_POLL_S)):
                     self._hear(host_processes)
+                self._inject_faults()
                 self._tell_observer()
                 stopped = stopped or self._stop()
 
@@ -145,6 +155,7 @@ class Driver:
             case "beat":
                 self.monitor.beat(process_index, body["phase"], body["step"], body["idle_s"], now)
                 self._news.extend(Event(**event) for event in body["events"])
+                self._note_faults(event for event in body["events"] if event["type"] == "fault")
             case "lease":
                 self._lease(process_index, Segment(**body["segment"]), body["replica"])
             case "ask":
@@ -204,6 +215,46 @@ class Driver:
         value = call()
         self.monitor.excuse(self.clock() - began)
         return value
+
+    # -- faults that the engine was given ----------------------------------------------------------------------------
+
+    def _note_faults(self, events: Iterable[dict[str, Any]]) -> None:
+        """What processes did to themselves, each at its step."""
+        for event in events:
+            fault = Fault.parse(event["values"]["fault"])
+            self._planned.discard(fault)
+            if fault.what == "pause":
+                self._paused[fault.node] = self.clock() + fault.seconds
+
+    def _inject_faults(self) -> None:
+        """What is due at a time: signals, SIGCONT after a pause too, which is repeated until a heartbeat shows that it arrived."""
+        now = self.clock()
+        for fault in [fault for fault in self._planned if fault.time is not None and now - self._began >= fault.time]:
+            known = self.monitor.processes[fault.node]
+            if known.started and not known.done:
+                self._planned.discard(fault)
+                step = known.step if fault.node >= 0 else 0
+                rank = fault.node if fault.node >= 0 else None
+                self._news.append(Event(type="fault", rank=rank, step=step, values={"fault": str(fault)}))
+                self._signal(fault.node, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
+                if fault.what == "pause":
+                    self._paused[fault.node] = now + fault.seconds
+        for process_index, until in [*self._paused.items()]:
+            if self.monitor.processes[process_index].last_beat_at > until:
+                del self._paused[process_index]
+            elif now >= until:
+                self._signal(process_index, signal.SIGCONT)
+
+    def _signal(self, process_index: int, number: int) -> None:
+        self._host_of[process_index].signal(number, [process_index])
+
+    def _tell_unfired(self) -> None:
+        for fault in self.faults:
+            if fault in self._planned:
+                message = (
+                    f"faults: {fault} did not happen: the run, or the worker or shard that it names, had ended before"
+                )
+                self._observed(self.spec.observer.event, Event(type="warning", rank=0, values={"message": message}))
 
     # -- answering ---------------------------------------------------------------------------------------------------
 

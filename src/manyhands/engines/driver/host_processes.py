@@ -20,6 +20,7 @@ The driver sends answer, leased, complete and stop {reason}.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -61,8 +62,8 @@ class HostProcesses(ABC):
         """Send to a process. One that is gone is skipped: its `exited` is on the way."""
 
     @abstractmethod
-    def signal(self, number: int) -> None:
-        """Send a signal to all workers; shards get none."""
+    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
+        """Send a signal to these processes of this host; None: to all workers, and to no shard."""
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:

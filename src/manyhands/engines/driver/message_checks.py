@@ -126,6 +126,8 @@ def _shared(value: Any) -> dict[str, Any]:
         len(_process_indices(value["process_indices"])) > 0 and is_whole(value["size"]),
         "process indices, and how many workers there are",
     )
+    faults = value.get("faults", ())
+    _expect(isinstance(faults, list | tuple) and all(map(_is_text, faults)), "faults")
     _expect(_seconds(value["timeout_s"]) > 0 and (value["threads"] is None or is_whole(value["threads"])), "its limits")
     network = value["network"]
     _expect(isinstance(network, dict) and isinstance(network.get("hosts"), list), "hosts")
@@ -179,7 +181,7 @@ _KINDS: dict[str, dict[str, Check]] = {
 _ORDERS: dict[str, dict[str, Check]] = {
     "launch": {"host": _line, "shared": _shared, "variables": _texts},
     "to_process": {"process_index": _whole, "body": _object},
-    "signal": {"number": _count},
+    "signal": {"number": _count, "process_indices": _or_none(_process_indices)},
     "stacks": {},
     "end": {"grace_s": _seconds},
     "over": {"error": _lines, "preempted": _yes_or_no},

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts, check_seconds
 from manyhands.engines.driver.host_processes import process_indices_of
+from manyhands.engines.faults import Faults
 from manyhands.engines.hosts.join_listener import JoinedHosts, JoinListener, Listening
 from manyhands.engines.hosts.message_channel import SILENCE_S
 from manyhands.engines.hosts.network import PLAIN_RISK, Network, check_advertised, check_way, ports_of
@@ -85,6 +86,8 @@ class Hosts(Engine):
     """With tls off, also on addresses other than loopback."""
     wait_s: float = 600.0
     """Seconds to wait for the others."""
+    faults: str | Faults = ""
+    """What goes wrong, to try out what a run then does: kill=2@step:100,pause=1@2.5s+3 … send real signals."""
     announcer: _Announcer = field(default_factory=_Announcer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class Hosts(Engine):
                 "driver's host"
             )
         check_seconds("wait_s", self.wait_s)
+        _ = Faults.of(self.faults)
         if self.tls and self.plain_network:
             raise BadInput("plain_network works only with tls=off: leave plain_network out, or give tls=off too")
         check_way(self.listen, tls=self.tls, plain_network=self.plain_network)
@@ -110,8 +114,16 @@ class Hosts(Engine):
         return workers == 1
 
     @override
-    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+    def check(self, spec: LaunchSpec) -> None:
         check_counts(spec)
+        faults = Faults.of(self.faults)
+        faults.check_real(self.name, spec.workers, spec.shards)
+        if faults.planned and spec.workers == 1:
+            raise Unsupported("faults: one worker runs in this process, which they would end: give several workers")
+
+    @override
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        self.check(spec)
         local_workers = math.ceil(spec.workers / 2) if self.local_workers is None else self.local_workers
         if local_workers > spec.workers:
             raise BadInput(
@@ -143,7 +155,8 @@ class Hosts(Engine):
             )
             observer = Listening(spec.observer, joined.hosts, "" if self.tls else warning)
             joined.stopped = observer.stopping  # a host that was asked to end stops the others, too
-            return Driver([own, *joined.hosts], replace(spec, observer=observer)).run(program)
+            faults = Faults.of(self.faults).planned
+            return Driver([own, *joined.hosts], replace(spec, observer=observer), faults=faults).run(program)
 
     def _gathered(self, spec: LaunchSpec, local_workers: int, joined: JoinedHosts, folder: Path) -> Network:
         """This host's Network, once all workers are there; the processes of the others are in `joined`."""

@@ -251,7 +251,7 @@ class Agent:
                     )
                 host_processes.send(body["process_index"], body["body"])
             case "signal":
-                host_processes.signal(body["number"])
+                host_processes.signal(body["number"], body["process_indices"])
             case "stacks":
                 # JSON's keys are strings
                 stacks = {str(process_index): stack for process_index, stack in host_processes.stacks().items()}

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,8 +118,9 @@ class RemoteProcesses(HostProcesses):
         self._send({"type": "to_process", "process_index": process_index, "body": body})
 
     @override
-    def signal(self, number: int) -> None:
-        self._send({"type": "signal", "number": number})
+    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
+        chosen = None if process_indices is None else list(process_indices)
+        self._send({"type": "signal", "number": number, "process_indices": chosen})
 
     @override
     def stacks(self) -> dict[int, str]:

@@ -17,6 +17,8 @@ import torch
 
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.driver.run_monitor import Failure
+from manyhands.engines.faults import Fault
+from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, connect_s, last_resort_s
 from manyhands.engines.local.serialization import deserialize, serialize
@@ -106,6 +108,10 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
         **reached,
     )
     set_current(worker)
+    own = [fault for fault in map(Fault.parse, place.faults) if fault.node == worker.rank]
+    if own:
+        driver.injector = FaultInjector(own, driver.report)
+        driver.injector.watch(worker)
     return worker
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from typing_extensions import override
 
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts
+from manyhands.engines.faults import Faults
 from manyhands.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Local(Engine):
     """Whether one worker has a process of its own, too; without, it runs in the caller's, where a breakpoint works.
     Turn it on to measure one worker as several are."""
 
+    faults: str | Faults = ""
+    """What goes wrong, to try out what a run then does: kill=2@step:100,pause=1@2.5s+3 … send real signals."""
+
     name: ClassVar[str] = "local"
     capabilities: ClassVar[Capabilities] = Capabilities(one_host=True, serves=True)
     _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
@@ -80,9 +84,22 @@ class Local(Engine):
         self._slot.keep = False
         self.close()
 
+    def __post_init__(self) -> None:
+        _ = Faults.of(self.faults)  # what cannot be read is refused now
+
+    @override
+    def check(self, spec: LaunchSpec) -> None:
+        check_counts(spec)
+        faults = Faults.of(self.faults)
+        faults.check_real(self.name, spec.workers, spec.shards)
+        if faults.planned and spec.workers == 1 and not self.apart:
+            raise Unsupported(
+                "faults: one worker runs in this process, which they would end: give apart=true, or several workers"
+            )
+
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
-        check_counts(spec)
+        self.check(spec)
         if spec.workers > 1 and sys.platform != "linux":
             raise Unsupported(
                 f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1"
@@ -101,7 +118,7 @@ class Local(Engine):
         spawner = slot.take()
         try:
             host_processes = LocalProcesses(spawner, process_indices_of(spec.workers, spec.shards), spec.timeout_s)
-            return Driver([host_processes], spec).run(program)
+            return Driver([host_processes], spec, faults=Faults.of(self.faults).planned).run(program)
         finally:
             if slot.keep and slot.spawner is None and spawner.alive:
                 slot.spawner = spawner

@@ -18,6 +18,7 @@ from manyhands.comm.group import Group
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.driver.run_monitor import COMPILING
+from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.engines.local.messages import Closed, ControlSocket, Status
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
@@ -55,6 +56,7 @@ class ProcessDriverClient(DriverClient):
         self._sending = threading.Lock()
         self._stop = ""
         self._closed = False
+        self.injector: FaultInjector | None = None  # of faults that this process is to have
         wire.sock.settimeout(self._timeout_s)
         for line in (wire, questions):
             os.register_at_fork(after_in_child=line.close)  # a loader's process must not keep the line open
@@ -71,6 +73,8 @@ class ProcessDriverClient(DriverClient):
         self._now = (phase, step)
         if self._status is not None:
             self._status.write(phase, step)
+        if self.injector is not None:
+            self.injector.reach(phase, step)
 
     @override
     def emit(self, event: Event) -> None:
@@ -123,6 +127,11 @@ class ProcessDriverClient(DriverClient):
     @override
     def collect(self, group: Group) -> None:
         """Send them now instead of with the next heartbeat: who dies afterwards takes none of them with him."""
+        self._send(None)
+
+    def report(self, event: Event) -> None:
+        """Emit an event and send it now: who dies afterwards does not take it with him."""
+        self.emit(event)
         self._send(None)
 
     def last(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

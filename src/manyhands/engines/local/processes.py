@@ -179,8 +179,8 @@ class LocalProcesses(HostProcesses):
                 wire.send(body)
 
     @override
-    def signal(self, number: int) -> None:
-        self._spawner.signal(self._workers, number)
+    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
+        self._spawner.signal(self._workers if process_indices is None else process_indices, number)
 
     @override
     def stacks(self) -> dict[int, str]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from manyhands.comm.codecs import CODECS
-from manyhands.engines.sim.quantities import expect_number, read_factor, read_items, read_seconds, shown, unknown
+from manyhands.engines.quantities import expect_number, read_factor, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, is_whole, whole_of
 
 _JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"

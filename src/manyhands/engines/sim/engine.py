@@ -15,10 +15,10 @@ import torch
 from typing_extensions import override
 
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts
+from manyhands.engines.faults import Fault, Faults
 from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
-from manyhands.engines.sim.faults import Fault, Faults
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
@@ -71,8 +71,7 @@ class Sim(Engine):
             network, compute = profile.network, profile.compute
         network = self.network if isinstance(self.network, SimNetworkSpec) else network.with_text(self.network)
         compute = self.compute if isinstance(self.compute, Compute) else compute.with_text(self.compute)
-        faults = self.faults if isinstance(self.faults, Faults) else Faults.parse(self.faults)
-        return network, compute, faults
+        return network, compute, Faults.of(self.faults)
 
     @override
     def on_one_host(self, workers: int) -> bool:
@@ -95,6 +94,11 @@ class Sim(Engine):
         compute.check(spec.workers)
         NetworkState(network, spec.workers, spec.shards)
         faults.check(spec.workers, spec.shards, rejoins=spec.rejoins)
+        if later := [str(fault) for fault in faults.planned if fault.phase != "compute"]:
+            raise Unsupported(
+                f"faults: engine sim knows the beginning of a step alone, not {', '.join(later)}: leave the phase out, or "
+                "use engine local"
+            )
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
@@ -227,12 +231,20 @@ class Simulation:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
+    def _fired(self, fault: Fault) -> None:
+        self.planned.remove(fault)
+        rank = fault.node if fault.node >= 0 else None
+        step = self.drivers[fault.node].step if fault.node >= 0 else 0
+        self.spec.observer.event(
+            Event(type="fault", time_s=self.timeline.now, rank=rank, step=step, values={"fault": str(fault)})
+        )
+
     def _befall_shard(self, fault: Fault) -> None:
         assert self.servers is not None
         shard = -1 - fault.node
         if self.servers.shards[shard].is_killed:
             return
-        self.planned.remove(fault)
+        self._fired(fault)
         match fault.what:
             case "kill":
                 self.servers.kill_shard(shard)
@@ -246,7 +258,7 @@ class Simulation:
         victim = self.programs[fault.node]
         if victim.ended:
             return
-        self.planned.remove(fault)
+        self._fired(fault)
         if fault.what == "pause":
             victim.pause(fault.seconds)
             return

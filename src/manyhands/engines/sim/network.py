@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
-from manyhands.engines.sim.quantities import expect_number, read_bandwidth, read_items, read_seconds, shown, unknown
+from manyhands.engines.quantities import expect_number, read_bandwidth, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, is_whole
 from manyhands.spec import convert
 

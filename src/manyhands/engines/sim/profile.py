@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from manyhands.checkpoint.checkpoints import write_whole
+from manyhands.engines.quantities import expect_number
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.network import SimNetworkSpec
-from manyhands.engines.sim.quantities import expect_number
 from manyhands.errors import BadInput
 
 _SCHEMA = 1

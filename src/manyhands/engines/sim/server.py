@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from manyhands.engines.faults import Faults, Messages
 from manyhands.engines.sim.compute import Compute
-from manyhands.engines.sim.faults import Faults, Messages
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.shard import Request, ShardCall, SimShard
 from manyhands.engines.sim.timeline import Killed, Timeline

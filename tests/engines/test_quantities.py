@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from manyhands.engines.sim.quantities import expect_number, read_bandwidth, read_factor, read_items, read_seconds, shown
+from manyhands.engines.quantities import expect_number, read_bandwidth, read_factor, read_items, read_seconds, shown
 from manyhands.errors import BadInput
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when."""
+"""What is to go wrong in a run, and when: in a simulation, or by real signals on engines `local` and `hosts`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from manyhands.engines.sim.quantities import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
+from manyhands.engines.quantities import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, Unsupported, is_whole
 from manyhands.units import count
 
 What = Literal["kill", "pause", "restart"]
+Phase = Literal["compute", "exchange", "commit", "save", "join"]
 
 _PLANNED = (
-    rf"(?P<shard>shard)?(?P<number>\d{{1,9}})@(?:step:(?P<step>\d{{1,18}})|(?P<time>{TIME}))(?:\+(?P<seconds>{TIME}))?"
+    r"(?P<shard>shard)?(?P<number>\d{1,9})@"
+    rf"(?:step:(?P<step>\d{{1,18}})(?::(?P<phase>[a-z]+))?|(?P<time>{TIME}))(?:\+(?P<seconds>{TIME}))?"
 )
 _PROBABILITIES = ("drop", "duplicate", "delay", "reorder")
 _OPTIONS = {"retry": "retry_s", "notice": "notice_s"}
@@ -26,7 +28,10 @@ class Fault:
 
     what: What
     node: int  # rank, or -1 - shard
-    step: int | None = None  # when the worker begins to compute this step (workers only) …
+    step: int | None = None  # of this worker's own, counted from 0 (workers only), in `phase` …
+    phase: Phase = "compute"
+    """compute: as the step begins; exchange: inside its first operation of the group or server; commit: before the
+    optimizer's step that follows; save: as the checkpoint at that step begins; join: as training begins (step 0)."""
     time: float | None = None  # … or at this time, seconds
     seconds: float = 0.0  # how long a pause lasts, or until a restarted one is back
 
@@ -42,6 +47,8 @@ class Fault:
                 f"faults: {self} gives a step, and a server shard makes no steps: give a time, as in "
                 f"{self.what}=shard0@2.5s"
             )
+        if self.phase not in get_args(Phase):
+            raise BadInput(f"faults: a phase must be one of {', '.join(get_args(Phase))}; got {self.phase!r}")
         if self.time is not None:
             expect_number(self.time, f"faults: the time of a {self.what} (seconds)", least=0)
         expect_number(self.seconds, f"faults: how long a {self.what} takes (seconds)", least=0)
@@ -53,9 +60,18 @@ class Fault:
                 f"{str(self).replace('kill', 'restart')}"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str()`. Raises BadInput or UnknownName."""
+        what, _, place = text.partition("=")
+        if what not in get_args(What):
+            raise unknown(what, "faults", [*get_args(What)])
+        return cls(**_read_fault(what, place))
+
     def __str__(self) -> str:
         node = str(self.node) if self.node >= 0 else f"shard{-1 - self.node}"
         when = f"step:{self.step}" if self.step is not None else f"{shown(self.time or 0.0)}s"
+        when += f":{self.phase}" if self.phase != "compute" else ""
         return f"{self.what}={node}@{when}" + (f"+{shown(self.seconds)}" if self.seconds else "")
 
 
@@ -90,18 +106,23 @@ class Faults:
             )
 
     @classmethod
+    def of(cls, faults: str | Faults) -> Faults:
+        """An engine's option: the text of `parse`, or what it gave."""
+        return faults if isinstance(faults, Faults) else cls.parse(faults)
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """`kill=2@step:100,pause=1@2.5s+3,restart=shard0@4s+0.5,drop=0.01,delay=0.1:0.5,retry=0.2,notice=1`
 
         kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time,
-        and for how long; as many as wanted. drop, duplicate, delay (with its mean seconds), reorder: the probability
+        and for how long; as many as wanted. step:100:exchange: later in that step, see `Fault.phase`. drop, duplicate, delay (with its mean seconds), reorder: the probability
         for each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput or UnknownName.
         """
         planned: list[Fault] = []
         changes: dict[str, Any] = {}
         for name, value in read_items(text, "faults"):
             if name in get_args(What):
-                planned.append(_read_fault(name, value))
+                planned.append(Fault(**_read_fault(name, value)))
             elif name in _PROBABILITIES:
                 probability, colon, mean = value.partition(":")
                 if not re.fullmatch(rf"-?{NUMBER}", probability) or (colon and name != "delay"):
@@ -152,6 +173,19 @@ class Faults:
                 "no server: use a strategy with one, such as downpour, or leave this out"
             )
 
+    def check_real(self, engine: str, workers: int, shards: int) -> None:
+        """As `check`, for an engine whose processes get real signals."""
+        self.check(workers, shards)
+        if restarts := [str(fault) for fault in self.planned if fault.what == "restart"]:
+            raise Unsupported(
+                f"faults: engine {engine} cannot do {', '.join(restarts)}: use kill or pause, or engine sim"
+            )
+        if simulated := str(replace(self, planned=())):
+            raise Unsupported(
+                f"faults: {simulated} is for messages that are simulated, and engine {engine} sends real ones: use engine "
+                "sim, or leave it out"
+            )
+
     def messages(self, seed: int) -> Messages | None:
         """What happens to messages; None where nothing does."""
         return Messages(self, seed) if any(getattr(self, name) for name in _PROBABILITIES) else None
@@ -182,18 +216,21 @@ class Messages:
         return probability > 0 and self._generator.random() < probability
 
 
-def _read_fault(what: Any, text: str) -> Fault:
+def _read_fault(what: str, text: str) -> dict[str, Any]:
+    """The fields of a Fault."""
     found = re.fullmatch(_PLANNED, text)
     if found is None:
         raise BadInput(
-            f"faults: {what} must be WHO@WHEN or WHO@WHEN+SECONDS (WHO: a rank or shard0; WHEN: step:100 or 2.5s); got "
+            f"faults: {what} must be WHO@WHEN or WHO@WHEN+SECONDS (WHO: a rank or shard0; WHEN: step:100, "
+            "step:100:exchange or 2.5s); got "
             f"{text!r}: write for example {what}={'2@step:100' if what == 'kill' else '2@step:100+3'}"
         )
     number = int(found["number"])
-    return Fault(
-        what=what,
-        node=-1 - number if found["shard"] else number,
-        step=None if found["step"] is None else int(found["step"]),
-        time=None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
-        seconds=0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
-    )
+    return {
+        "what": what,
+        "node": -1 - number if found["shard"] else number,
+        "step": None if found["step"] is None else int(found["step"]),
+        "phase": found["phase"] or "compute",
+        "time": None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
+        "seconds": 0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
+    }
