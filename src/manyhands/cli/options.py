@@ -139,7 +139,11 @@ Compute = Annotated[
     _simulated("--compute", help="What gradients and codecs cost: row=1e-4,jitter=lognormal:0.2,3=5x,topk=15ns/1ns …"),
 ]
 Faults = Annotated[
-    str | None, _simulated("--faults", help="What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …")
+    str | None,
+    _simulated(
+        "--faults",
+        help="What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …; with --engine local or --listen by real signals.",
+    ),
 ]
 SimSeed = Annotated[
     int | None, _simulated("--sim-seed", help="Of jitter, faults, and the order of what happens at once.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -59,6 +60,7 @@ class Recorder(Observer):
         self.warnings: list[str] = []
         self._kinds: set[str] = set()  # of warnings that one worker gives for all
         self._history = History(workers)
+        self._faults: Counter[str] = Counter()  # that happened, as `faults=` names them
         self._directory = directory
         self._callbacks = tuple(callbacks)
         self._clock = clock
@@ -152,6 +154,8 @@ class Recorder(Observer):
         run.staleness = self._history.staleness()
         run.staleness_of_workers = self._history.staleness_of_workers()
         run.info["warnings"] = list(self.warnings)
+        if self._faults:
+            run.info["faults"] = dict(self._faults)
         if (gain := self._history.gain()) is not None:
             run.info["gain"] = gain
 
@@ -188,7 +192,9 @@ class Recorder(Observer):
         if event.type == "stop":  # a worker's: the driver's own, which ends all, follows
             self.stop(event.values["reason"])
         else:
-            self._take(self._on_own_clock(event))
+            if event.type == "fault":
+                self._faults[event.values["fault"]] += 1
+            self._take(self._on_own_clock(event), begins=event.type != "fault")  # one may come while workers start
 
     @override
     def answer(self, event: Event) -> dict[str, Any]:

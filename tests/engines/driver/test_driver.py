@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +48,8 @@ class Scripted(HostProcesses):
         self.sent.append((process_index, body))
 
     @override
-    def signal(self, number: int) -> None:
-        self.did.append(number)
+    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
+        self.did.append(number if process_indices is None else (number, *process_indices))
 
     @override
     def where(self) -> dict[int, tuple[str, int]]:

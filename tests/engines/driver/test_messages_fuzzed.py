@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -244,6 +245,7 @@ ORDERS: list[dict[str, Any]] = [
     {"type": "launch", "host": "beta", "shared": SHARED, "variables": {"MANYHANDS_STRATEGY": "solo"}},
     {"type": "to_process", "process_index": 2, "body": {"type": "stop", "reason": "max_seconds"}},
     {"type": "signal", "number": 15},
+    {"type": "signal_to", "number": 19, "process_indices": [2]},
     {"type": "stacks"},
     {"type": "end", "grace_s": 0.5},
     {"type": "over", "error": "", "preempted": False},
@@ -268,7 +270,7 @@ class Obeying:
     def send(self, process_index: int, body: dict[str, Any]) -> None:
         assert process_index in self.process_indices
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
         assert isinstance(number, int)
 
     def stacks(self) -> dict[int, str]:

@@ -123,10 +123,12 @@ def test_an_answer_without_what_was_asked_for_is_none(line: Line) -> None:
 def test_orders_reach_the_agent(line: Line) -> None:
     line.host_processes.send(3, {"type": "stop", "reason": "x"})
     line.host_processes.signal(15)
-    bodies = [message.body for message in [*line.agent.wait(5.0), *line.agent.wait(1.0)]]
+    line.host_processes.signal(19, [3])
+    bodies = [message.body for _ in range(3) for message in line.agent.wait(5.0)]
     assert bodies == [
         {"type": "to_process", "process_index": 3, "body": {"type": "stop", "reason": "x"}},
         {"type": "signal", "number": 15},
+        {"type": "signal_to", "number": 19, "process_indices": [3]},
     ]
 
 

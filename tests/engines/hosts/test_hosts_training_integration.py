@@ -15,6 +15,7 @@ from manyhands.engines.cores import usable_cores
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
+from manyhands.events import Event
 from preempting import Preempting
 
 
@@ -70,3 +71,20 @@ def test_stopped_on_two_hosts_and_resumed_on_one(scheme: str, local: Local, tmp_
     assert run.rows["total"] == 390
     assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
     assert torch.isfinite(run.parameters).all()
+
+
+@pytest.mark.slow
+def test_faults_on_another_host() -> None:
+    """Its worker stands still at a step, and is then killed at another."""
+    seen: list[str] = []
+
+    class Seen(mh.Callback):
+        def on_notice(self, event: Event) -> None:
+            seen.extend([event.values["fault"]] if event.type == "fault" else [])
+
+    faults = "pause=1@step:3+0.3,kill=1@step:6:exchange"
+    run = Run(Hosts(local_workers=1, faults=faults), joined_by(1))
+    fields = {"engine": run.engine, "workers": 2, "threads_per_worker": 1, "callbacks": [Seen()]}
+    with pytest.raises(mh.WorkerFailed, match="worker 1 .* was killed by signal 9.* in phase exchange at step 6"):
+        run.during(lambda: mh.train(task(), **fields))
+    assert ",".join(seen) == faults

@@ -52,8 +52,8 @@ class NotesCrew:
     def send(self, process_index: int, body: Body) -> None:
         self.notes.append((process_index, body))
 
-    def signal(self, number: int) -> None:
-        self.notes.append(number)
+    def signal(self, number: int, process_indices: Any = None) -> None:
+        self.notes.append(number if process_indices is None else (number, process_indices))
 
     def stacks(self) -> dict[int, str]:
         return {2: "stack"}
@@ -140,11 +140,12 @@ def test_messages_both_ways(driver: Driver) -> None:
     host_processes = driver.launch()
     driver.post.send({"type": "to_process", "process_index": 3, "body": {"type": "answer", "value": 1}})
     driver.post.send({"type": "signal", "number": 15})
+    driver.post.send({"type": "signal_to", "number": 19, "process_indices": [3]})
     host_processes.say(2, {"type": "started"})
     assert driver.message().body == {"type": "from_process", "process_index": 2, "body": {"type": "started"}}
     driver.post.send({"type": "end", "grace_s": 0.5})
     assert driver.message().body == {"type": "idle"}
-    assert host_processes.notes == [(3, {"type": "answer", "value": 1}), 15, ("end", 0.5)]
+    assert host_processes.notes == [(3, {"type": "answer", "value": 1}), 15, (19, [3]), ("end", 0.5)]
     driver.end()
 
 

@@ -233,9 +233,8 @@ class Driver:
             known = self.monitor.processes[fault.node]
             if known.started and not known.done:
                 self._planned.discard(fault)
-                step = known.step if fault.node >= 0 else 0
-                rank = fault.node if fault.node >= 0 else None
-                self._news.append(Event(type="fault", rank=rank, step=step, values={"fault": str(fault)}))
+                values = {"fault": str(fault)}
+                self._news.append(Event(type="fault", time_s=now - self._began, step=known.step, values=values))
                 self._signal(fault.node, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
                 if fault.what == "pause":
                     self._paused[fault.node] = now + fault.seconds

@@ -181,7 +181,8 @@ _KINDS: dict[str, dict[str, Check]] = {
 _ORDERS: dict[str, dict[str, Check]] = {
     "launch": {"host": _line, "shared": _shared, "variables": _texts},
     "to_process": {"process_index": _whole, "body": _object},
-    "signal": {"number": _count, "process_indices": _or_none(_process_indices)},
+    "signal": {"number": _count},
+    "signal_to": {"number": _count, "process_indices": _process_indices},
     "stacks": {},
     "end": {"grace_s": _seconds},
     "over": {"error": _lines, "preempted": _yes_or_no},

@@ -251,6 +251,8 @@ class Agent:
                     )
                 host_processes.send(body["process_index"], body["body"])
             case "signal":
+                host_processes.signal(body["number"])
+            case "signal_to":
                 host_processes.signal(body["number"], body["process_indices"])
             case "stacks":
                 # JSON's keys are strings

@@ -1,6 +1,6 @@
 """The processes of another host, as the driver sees them: an agent there (`manyhands join`) starts them.
 
-Messages over a channel to the agent: launch (with the program), to_process, signal, stacks, end, over. From it:
+Messages over a channel to the agent: launch (with the program), to_process, signal, signal_to, stacks, end, over. From it:
 from_process, stacks, idle (everything of the run is gone there), preempted (asked to end), failed (no fork server).
 """
 
@@ -119,8 +119,10 @@ class RemoteProcesses(HostProcesses):
 
     @override
     def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
-        chosen = None if process_indices is None else list(process_indices)
-        self._send({"type": "signal", "number": number, "process_indices": chosen})
+        if process_indices is None:
+            self._send({"type": "signal", "number": number})
+        else:
+            self._send({"type": "signal_to", "number": number, "process_indices": list(process_indices)})
 
     @override
     def stacks(self) -> dict[int, str]:

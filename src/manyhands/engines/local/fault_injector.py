@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from manyhands.comm.group import Work
+from manyhands.comm.group import MeanResult, Work
 from manyhands.engines.faults import Fault, Phase
 from manyhands.events import Event
 from manyhands.worker import Worker
@@ -49,14 +49,17 @@ class FaultInjector:
         group = worker.group
         for name in _COLLECTIVES:
             setattr(group, name, self._before(getattr(group, name)))
-        plain = group.start_mean_
+        start, mean = group.start_mean_, group.mean_
 
         def start_mean_(*args: Any, **options: Any) -> Work:
-            work = plain(*args, **options)
+            work = start(*args, **options)
             self._exchanges()
             return work
 
-        group.start_mean_ = start_mean_  # type: ignore[method-assign]
+        def mean_(*args: Any, **options: Any) -> MeanResult:
+            return start_mean_(*args, **options).wait() if self._step >= 0 else mean(*args, **options)
+
+        group.start_mean_, group.mean_ = start_mean_, mean_  # type: ignore[method-assign]
         if worker.server is not None:
             ledger = worker.server.ledger
             ledger.add = self._before(ledger.add)  # type: ignore[method-assign]
