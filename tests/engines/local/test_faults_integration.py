@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from driver_script import wait_until
 import manyhands as mh
 import plain
 from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.faults import Fault
 from manyhands.engines.local.engine import Local
+from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.events import Event
 from manyhands.recording.run import Run
 from manyhands.server.base import ServerSpec
@@ -145,3 +148,13 @@ def test_what_cannot_be_is_refused(faults: str, workers: int, message: str, noth
 def test_what_cannot_be_read_is_refused_at_once(faults: str) -> None:
     with pytest.raises((mh.BadInput, mh.UnknownName), match="faults"):
         Local(faults=faults)
+
+
+def test_a_step_that_begins_twice_has_its_fault_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose gradient was not finite, say."""
+    signals: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
+    injector = FaultInjector([Fault.parse("pause=0@step:1+1")], lambda event: None)
+    for step in (0, 1, 1, 2):
+        injector.reach("compute", step)
+    assert signals == [signal.SIGSTOP]
