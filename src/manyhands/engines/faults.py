@@ -114,9 +114,10 @@ class Faults:
     def parse(cls, text: str) -> Self:
         """`kill=2@step:100,pause=1@2.5s+3,restart=shard0@4s+0.5,drop=0.01,delay=0.1:0.5,retry=0.2,notice=1`
 
-        kill, pause and restart: of worker 2, or shard0 of the server, at a step that the worker begins or at a time,
-        and for how long; as many as wanted. step:100:exchange: later in that step, see `Fault.phase`. drop, duplicate, delay (with its mean seconds), reorder: the probability
-        for each message to or from a server. Times are seconds, or 2s, 10ms. Raises BadInput or UnknownName.
+        kill, pause and restart: of worker 2, or shard0 of the server, and for how long; as many as wanted.
+        When: at a step that the worker begins, later in it (step:100:exchange, see `Fault.phase`), or at a time.
+        drop, duplicate, delay (with its mean seconds), reorder: the probability for each message to or from a server.
+        Times are seconds, or 2s, 10ms. Raises BadInput or UnknownName.
         """
         planned: list[Fault] = []
         changes: dict[str, Any] = {}
