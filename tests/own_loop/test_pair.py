@@ -535,11 +535,11 @@ def test_a_module_that_is_wrapped_afterwards_is_refused() -> None:
 
 def test_a_module_that_is_added_afterwards_trains_too() -> None:
     """Two workers hold one model, which is one worker's."""
+    added = nn.Linear(3, 3).double()  # here: the workers are threads, which share torch's generator
 
     def program(worker: Worker) -> Tensor:
         model, optimizer = prepared(worker, seeded())
-        torch.manual_seed(7)
-        model.extra = nn.Linear(3, 3).double()
+        model.extra = copy.deepcopy(added)
         optimizer.add_param_group({"params": list(model.extra.parameters())})
         inputs, targets = plain.rows(8)
         own = slice(8 // worker.size * worker.rank, 8 // worker.size * (worker.rank + 1))
