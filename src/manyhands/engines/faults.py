@@ -60,19 +60,15 @@ class Fault:
                 f"{str(self).replace('kill', 'restart')}"
             )
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The inverse of `str()`. Raises BadInput or UnknownName."""
-        what, _, place = text.partition("=")
-        if what not in get_args(What):
-            raise unknown(what, "faults", [*get_args(What)])
-        return cls(**_read_fault(what, place))
-
     def __str__(self) -> str:
         node = str(self.node) if self.node >= 0 else f"shard{-1 - self.node}"
         when = f"step:{self.step}" if self.step is not None else f"{shown(self.time or 0.0)}s"
         when += f":{self.phase}" if self.phase != "compute" else ""
         return f"{self.what}={node}@{when}" + (f"+{shown(self.seconds)}" if self.seconds else "")
+
+    def missed(self) -> str:
+        """What a run warns of that ended before this happened."""
+        return f"faults: {self} did not happen: the run, or the worker or shard that it names, had ended before"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +119,7 @@ class Faults:
         changes: dict[str, Any] = {}
         for name, value in read_items(text, "faults"):
             if name in get_args(What):
-                planned.append(Fault(**_read_fault(name, value)))
+                planned.append(_read_fault(name, value))
             elif name in _PROBABILITIES:
                 probability, colon, mean = value.partition(":")
                 if not re.fullmatch(rf"-?{NUMBER}", probability) or (colon and name != "delay"):
@@ -174,9 +170,11 @@ class Faults:
                 "no server: use a strategy with one, such as downpour, or leave this out"
             )
 
-    def check_real(self, engine: str, workers: int, shards: int) -> None:
-        """As `check`, for an engine whose processes get real signals."""
+    def check_real(self, engine: str, workers: int, shards: int, instead: str = "") -> None:
+        """As `check`, for an engine whose processes get real signals. instead: of workers that run in this process."""
         self.check(workers, shards)
+        if self.planned and instead:
+            raise Unsupported(f"faults: one worker runs in this process, which they would end: {instead}")
         if restarts := [str(fault) for fault in self.planned if fault.what == "restart"]:
             raise Unsupported(
                 f"faults: engine {engine} cannot do {', '.join(restarts)}: use kill or pause, or engine sim"
@@ -217,8 +215,7 @@ class Messages:
         return probability > 0 and self._generator.random() < probability
 
 
-def _read_fault(what: str, text: str) -> dict[str, Any]:
-    """The fields of a Fault."""
+def _read_fault(what: Any, text: str) -> Fault:
     found = re.fullmatch(_PLANNED, text)
     if found is None:
         raise BadInput(
@@ -227,11 +224,12 @@ def _read_fault(what: str, text: str) -> dict[str, Any]:
             f"{text!r}: write for example {what}={'2@step:100' if what == 'kill' else '2@step:100+3'}"
         )
     number = int(found["number"])
-    return {
-        "what": what,
-        "node": -1 - number if found["shard"] else number,
-        "step": None if found["step"] is None else int(found["step"]),
-        "phase": found["phase"] or "compute",
-        "time": None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
-        "seconds": 0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
-    }
+    phase: Any = found["phase"] or "compute"
+    return Fault(
+        what=what,
+        node=-1 - number if found["shard"] else number,
+        step=None if found["step"] is None else int(found["step"]),
+        phase=phase,
+        time=None if found["time"] is None else read_seconds(found["time"], f"faults: {what}"),
+        seconds=0.0 if found["seconds"] is None else read_seconds(found["seconds"], f"faults: {what}"),
+    )

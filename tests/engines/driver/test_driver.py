@@ -11,6 +11,7 @@ from typing_extensions import override
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.driver import Driver, Rendezvous
 from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
+from manyhands.engines.faults import Faults
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
@@ -395,3 +396,15 @@ def test_meetings_of_other_names_are_apart_and_names_may_be_used_again() -> None
     assert rendezvous.arrive(1, "a", [0, 1], 3) == [1, 3]
     assert rendezvous.arrive(0, "a", [0, 1], 4) is None
     assert rendezvous.arrive(1, "a", [0, 1], 5) == [4, 5]
+
+
+@pytest.mark.parametrize("values", [{}, {"fault": [1]}, {"fault": "pause=7@step:1+1"}, {"fault": "lunch"}])
+def test_a_fault_that_nobody_planned_ends_nothing(values: dict[str, Any]) -> None:
+    """A worker of another host may send anything."""
+    run = Run()
+    run.driver = Driver([run.alpha, run.beta], run.driver.spec, faults=Faults.parse("pause=2@step:1+1").planned)
+    run.say(2, "beat", phase="compute", step=1, idle_s=0.0, events=[{"type": "fault", "rank": 2, "values": values}])
+    run.driver._inject_faults()
+    assert [host.did for host in (run.alpha, run.beta)] == [[], []]
+    run.driver._tell_unfired()
+    assert run.observer.log == [(0, 0)]

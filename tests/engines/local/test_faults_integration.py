@@ -14,7 +14,7 @@ from driver_script import wait_until
 import manyhands as mh
 import plain
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.faults import Fault
+from manyhands.engines.faults import Faults
 from manyhands.engines.local.engine import Local
 from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.events import Event
@@ -154,7 +154,7 @@ def test_a_step_that_begins_twice_has_its_fault_once(monkeypatch: pytest.MonkeyP
     """One whose gradient was not finite, say."""
     signals: list[int] = []
     monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
-    injector = FaultInjector([Fault.parse("pause=0@step:1+1")], lambda event: None)
+    injector = FaultInjector(Faults.parse("pause=0@step:1+1").planned, lambda event: None)
     for step in (0, 1, 1, 2):
         injector.reach("compute", step)
     assert signals == [signal.SIGSTOP]

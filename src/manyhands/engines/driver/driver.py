@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class Driver:
         self.monitor = RunMonitor(
             spec.workers, spec.timeout_s, self.clock(), spec.shards, awaited=spec.awaited, names=spec.name_of
         )
-        self._planned = set(self.faults)  # what has not happened yet
+        self._planned = {str(fault): fault for fault in self.faults}  # what has not happened yet
         self._host_of = {number: host for host in self.hosts for number in host.process_indices}
 
     def run(self, program: Any) -> list[Any]:
@@ -102,7 +102,7 @@ class Driver:
             "servers": self.spec.shards,
         }
         if self.faults:
-            shared["faults"] = [str(fault) for fault in self.faults if fault.step is not None]
+            shared["faults"] = ",".join(str(fault) for fault in self.faults if fault.step is not None)
         fd = serialize(program, "the program")
         try:
             for host_processes in self.hosts:
@@ -155,7 +155,10 @@ class Driver:
             case "beat":
                 self.monitor.beat(process_index, body["phase"], body["step"], body["idle_s"], now)
                 self._news.extend(Event(**event) for event in body["events"])
-                self._note_faults(event for event in body["events"] if event["type"] == "fault")
+                if self._planned:
+                    for event in body["events"]:
+                        if event["type"] == "fault":
+                            self._fired(str(event.get("values", {}).get("fault")))
             case "lease":
                 self._lease(process_index, Segment(**body["segment"]), body["replica"])
             case "ask":
@@ -218,26 +221,23 @@ class Driver:
 
     # -- faults that the engine was given ----------------------------------------------------------------------------
 
-    def _note_faults(self, events: Iterable[dict[str, Any]]) -> None:
-        """What processes did to themselves, each at its step."""
-        for event in events:
-            fault = Fault.parse(event["values"]["fault"])
-            self._planned.discard(fault)
-            if fault.what == "pause":
-                self._paused[fault.node] = self.clock() + fault.seconds
+    def _fired(self, text: str) -> None:
+        """A fault that was planned happened: to a process, by itself at its step, or from here at a time."""
+        fault = self._planned.pop(text, None)
+        if fault is not None and fault.what == "pause":
+            self._paused[fault.node] = self.clock() + fault.seconds
 
     def _inject_faults(self) -> None:
         """What is due at a time: signals, SIGCONT after a pause too, which is repeated until a heartbeat shows that it arrived."""
         now = self.clock()
-        for fault in [fault for fault in self._planned if fault.time is not None and now - self._began >= fault.time]:
+        for text, fault in [*self._planned.items()]:
             known = self.monitor.processes[fault.node]
-            if known.started and not known.done:
-                self._planned.discard(fault)
-                values = {"fault": str(fault)}
-                self._news.append(Event(type="fault", time_s=now - self._began, step=known.step, values=values))
+            if fault.time is not None and now - self._began >= fault.time and known.started and not known.done:
+                self._fired(text)
+                self._news.append(
+                    Event(type="fault", time_s=now - self._began, step=known.step, values={"fault": text})
+                )
                 self._signal(fault.node, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
-                if fault.what == "pause":
-                    self._paused[fault.node] = now + fault.seconds
         for process_index, until in [*self._paused.items()]:
             if self.monitor.processes[process_index].last_beat_at > until:
                 del self._paused[process_index]
@@ -248,12 +248,9 @@ class Driver:
         self._host_of[process_index].signal(number, [process_index])
 
     def _tell_unfired(self) -> None:
-        for fault in self.faults:
-            if fault in self._planned:
-                message = (
-                    f"faults: {fault} did not happen: the run, or the worker or shard that it names, had ended before"
-                )
-                self._observed(self.spec.observer.event, Event(type="warning", rank=0, values={"message": message}))
+        for fault in self._planned.values():
+            warning = Event(type="warning", rank=0, values={"message": fault.missed()})
+            self._observed(self.spec.observer.event, warning)
 
     # -- answering ---------------------------------------------------------------------------------------------------
 

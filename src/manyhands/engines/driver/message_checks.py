@@ -126,8 +126,7 @@ def _shared(value: Any) -> dict[str, Any]:
         len(_process_indices(value["process_indices"])) > 0 and is_whole(value["size"]),
         "process indices, and how many workers there are",
     )
-    faults = value.get("faults", ())
-    _expect(isinstance(faults, list | tuple) and all(map(_is_text, faults)), "faults")
+    _expect(_is_text(value.get("faults", "")), "faults")
     _expect(_seconds(value["timeout_s"]) > 0 and (value["threads"] is None or is_whole(value["threads"])), "its limits")
     network = value["network"]
     _expect(isinstance(network, dict) and isinstance(network.get("hosts"), list), "hosts")

@@ -116,10 +116,8 @@ class Hosts(Engine):
     @override
     def check(self, spec: LaunchSpec) -> None:
         check_counts(spec)
-        faults = Faults.of(self.faults)
-        faults.check_real(self.name, spec.workers, spec.shards)
-        if faults.planned and spec.workers == 1:
-            raise Unsupported("faults: one worker runs in this process, which they would end: give several workers")
+        instead = "give several workers" if spec.workers == 1 else ""
+        Faults.of(self.faults).check_real(self.name, spec.workers, spec.shards, instead)
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
@@ -217,7 +215,7 @@ class Hosts(Engine):
             plain += " --plain-network" if self.plain_network else ""
             there = f"{address.rpartition(':')[0]}:{path}"
             copy, name = f"  scp -p {shlex.quote(there)} .\n", path.name
-            if self.advertise:  # what is there under this name may be another file system
+            if self.advertise:  # what has this path there may be of another file system
                 copy = f"  (with a copy of {path}, a file of the machine or container where this runs)\n"
         risk = "" if self.tls else f"\n{PLAIN_RISK}.\n"
         return (

@@ -17,7 +17,7 @@ import torch
 
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.driver.run_monitor import Failure
-from manyhands.engines.faults import Fault
+from manyhands.engines.faults import Faults
 from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.engines.local.heartbeat import ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, connect_s, last_resort_s
@@ -108,7 +108,7 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
         **reached,
     )
     set_current(worker)
-    own = [fault for fault in map(Fault.parse, place.faults) if fault.node == worker.rank]
+    own = [fault for fault in Faults.parse(place.faults).planned if fault.node == worker.rank]
     if own:
         driver.injector = FaultInjector(own, driver.report)
         driver.injector.watch(worker)

@@ -90,12 +90,8 @@ class Local(Engine):
     @override
     def check(self, spec: LaunchSpec) -> None:
         check_counts(spec)
-        faults = Faults.of(self.faults)
-        faults.check_real(self.name, spec.workers, spec.shards)
-        if faults.planned and spec.workers == 1 and not self.apart:
-            raise Unsupported(
-                "faults: one worker runs in this process, which they would end: give apart=true, or several workers"
-            )
+        instead = "give apart=true, or several workers" if spec.workers == 1 and not self.apart else ""
+        Faults.of(self.faults).check_real(self.name, spec.workers, spec.shards, instead)
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:

@@ -34,13 +34,12 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], report: Callable[[Event], None]) -> None:
         self._left, self._report = list(faults), report
         self._step = -1  # whose exchange, and then whose commit, comes next; -1: none
-        self._exchanged = False
         if any(fault.phase == "commit" for fault in faults):
             register_optimizer_step_pre_hook(self._commits)
 
     def reach(self, phase: str, step: int) -> None:
         """The worker begins a phase, as it reports it to the driver."""
-        self._step, self._exchanged = (step, False) if phase == "exchange" else (-1, False)
+        self._step = step if phase == "exchange" else -1
         if phase in _REPORTED:
             self._befall(_REPORTED[phase], step)
 
@@ -72,8 +71,7 @@ class FaultInjector:
         return call
 
     def _exchanges(self) -> None:
-        if self._step >= 0 and not self._exchanged:
-            self._exchanged = True
+        if self._step >= 0:
             self._befall("exchange", self._step)
 
     def _commits(self, *_: Any) -> None:

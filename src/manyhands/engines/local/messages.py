@@ -167,7 +167,7 @@ class ProcessPlace:
     timeout_s: float
     server: dict[str, Any] | None  # the fields of a ServerSpec
     servers: int  # shards of it, on all hosts
-    faults: Sequence[str] = ()  # of the run's workers, at their steps
+    faults: str = ""  # of the run's workers, at their steps
     scratch: str = ""  # a folder for what multiprocessing makes files for; whoever outlives this process removes it
     network: dict[str, Any] | None = None  # how the workers of several hosts find each other
 

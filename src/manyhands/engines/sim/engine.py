@@ -163,8 +163,7 @@ class Simulation:
         if (killed := self._killed()) is not None:
             raise self._lost(killed)
         for fault in self.planned:
-            message = f"faults: {fault} did not happen: the run, or the worker or shard that it names, had ended before"
-            warning = Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": message})
+            warning = Event(type="warning", time_s=self.timeline.now, rank=0, values={"message": fault.missed()})
             self.spec.observer.event(warning)
         return [self.programs[rank].value for rank in range(self.spec.workers)]
 

@@ -6,7 +6,6 @@ computed: how much of the others' shared memory a worker maps, and what a server
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -305,10 +304,13 @@ def sample(frame: DistributedFrame, rows: int) -> tuple[Tensor, ...] | Tensor:
     if frame.files:
         from manyhands.data.readers import shared_files
 
-        counts = shared_files.count(frame.files, 0, 1)
-        before = [0, *itertools.accumulate(counts)]
-        wanted = [max(0, min(own, rows - sum_before)) for own, sum_before in zip(counts, before, strict=False)]
-        batches = list(shared_files.read(frame.files, wanted, frame.sources, 0, 1))
+        batches: list[pa.RecordBatch] = []
+        for file in frame.files:
+            own = min(rows, *shared_files.count([file], 0, 1))
+            batches += shared_files.read([file], [own], frame.sources, 0, 1)
+            rows -= own
+            if not rows:
+                break
     else:
         table = frame.table.select(*frame.sources).limit(rows)
         batches = pa.Table.from_pandas(table.toPandas(), preserve_index=False).to_batches()
