@@ -113,10 +113,10 @@ def recorded(spans: list[Span]) -> Iterator[None]:
     def watched(owner: type, method: str, describe: Callable[..., Span | None]) -> Any:
         plain = getattr(owner, method)
 
-        def call(self: Any, *arguments: Any) -> Any:
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
             worker = current()
             start, waited_s = worker.clock(), worker.group.waited_s
-            result = plain(self, *arguments)
+            result = plain(self, *arguments, **options)
             described = describe(*arguments, result=result, waited=worker.group.waited_s - waited_s)
             if described is not None:
                 spans.append({"worker": worker.rank, "start": start, "end": worker.clock(), **described})

@@ -31,6 +31,7 @@ if (
 GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "spark_": "spark",
     "keras_": "keras",
+    "test_site.py": "site",
     "test_report_integration.py": "browser",
     "test_compare_integration.py": "compare",
     "test_release_integration.py": "release",
@@ -39,6 +40,7 @@ GROUPS = {  # of a folder or file: its tests share what takes seconds to start
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=10_000, help="inputs that each fuzzed format gets")
+    parser.addoption("--schedules", type=int, default=2_000, help="schedules of the search over whole trainings (slow)")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook

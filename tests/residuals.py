@@ -36,7 +36,7 @@ def feedback(codec: str, weights: Sequence[float], steps: int) -> Callable[[Grou
             replica.collect()
             replica.weight = weights[group.rank]
             given += replica.gradients.parts[0]
-            compression.mean_gradients(strategy, replica, worker, state)
+            compression.mean_gradients(strategy, replica, worker, state)()
             applied += replica.gradients.parts[0]
         return applied, given, state.residual
 

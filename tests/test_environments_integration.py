@@ -165,7 +165,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
 # Scripts and notebooks
 
 
-@pytest.mark.parametrize("how", ["file", pytest.param("stdin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["file", "stdin"])
 def test_a_script_without_a_guard(how: str, place: Place) -> None:
     path = place.write("script.py", SCRIPT)
     if how == "file":
@@ -273,6 +274,7 @@ def one_core() -> Iterator[Path]:
         pytest.skip(f"no CPU quota can be set here: {error}")
 
 
+@pytest.mark.slow
 def test_a_cpu_quota_is_the_number_of_cores(place: Place, one_core: Path) -> None:
     command = shlex.join([*COMMAND, "train", "digits", "--workers", "1", "--max-steps", "1", "--run-dir", "run"])
     ended, _, err = place.run("sh", "-c", f"echo $$ > {one_core}/cgroup.procs && exec {command}")

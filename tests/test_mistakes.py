@@ -256,6 +256,7 @@ def judged(values: list[float]) -> Callable[[nn.Module, Any], dict[str, Any]]:
     return lambda model, batch: {"loss": next(left), "score": torch.tensor(0.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_reduce_on_plateau_steps_at_each_validation(workers: int) -> None:
     """By hand: the metric gets worse twice, so the rate is halved twice; a step of a step-wise schedule makes none."""
@@ -322,6 +323,7 @@ def trains(steps: Callable[[], int]) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_unequal_steps_say_which_program_ended_and_where_the_other_is(shorter: int) -> None:
     def unequal() -> None:
@@ -419,6 +421,7 @@ def test_servers_of_a_strategy_without_one(caplog: pytest.LogCaptureFixture) -> 
     assert "servers=3 has no effect: strategy allreduce has no parameter server" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_period_that_is_never_due_is_a_warning() -> None:
     run = train(workers=2, strategy="local-sgd:period=100", max_steps=3)
     assert "period=100 of strategy local-sgd is more than the 3 steps" in run.info["warnings"][0]
@@ -595,6 +598,7 @@ def refused(says: str, program: Callable[[], Any], kind: type[Exception] = mh.Ba
         mh.launch(program, workers=2)
 
 
+@pytest.mark.slow
 def test_a_random_split_that_differs_by_worker_is_refused() -> None:
     def split() -> None:
         order = list(range(32))
@@ -717,6 +721,7 @@ def test_lbfgs_steps_alone_as_in_a_plain_loop() -> None:
     refused("step.closure. evaluates the model several times", lambda: trained(mh.prepare))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3"])
 def test_parameters_that_are_unfrozen_midway_train_as_on_one_worker(strategy: str) -> None:
     """In float64: two workers equal one to rounding under allreduce, and hold one model under any strategy."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.engines.local.engine import Local as Local
     from manyhands.engines.sim.engine import Sim as Sim
     from manyhands.engines.spark.engine import Spark as Spark
+    from manyhands.engines.survive import Survive as Survive
     from manyhands.engines.torchrun.engine import Torchrun as Torchrun
     from manyhands.errors import BadInput as BadInput
     from manyhands.errors import CallbackFailed as CallbackFailed
@@ -118,6 +119,7 @@ _WHERE = {
     "State": "strategies.base",
     "StepResult": "strategies.base",
     "Strategy": "strategies.base",
+    "Survive": "engines.survive",
     "Task": "task",
     "TensorBoard": "callbacks",
     "Torchrun": "engines.torchrun.engine",

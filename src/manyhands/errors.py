@@ -32,6 +32,10 @@ class Unsupported(BadInput):
     """Both choices are valid, but not together (a server strategy under torchrun, say)."""
 
 
+class NotFinite(ManyhandsError):
+    """A gradient with a NaN or an infinity, where such steps are not to be left out (`nonfinite`)."""
+
+
 def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
     """Whether a value is a whole number of at least `least`; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -107,7 +111,11 @@ class WorkerFailed(ManyhandsError):
 
     `rank`, `host`, `phase`, `step` say where; `detail` is the worker's traceback (exception) or the table of all
     workers and their stacks (hang); `error` is the name of the exception's class, or "" for a death or a hang.
+    `cause` is that of the loss, as in `Run.losses`. `final`: starting the run again would not help.
     """
+
+    cause = ""
+    final = False
 
     def __init__(
         self, message: str, *, rank: int, host: str, phase: str, step: int, detail: str = "", error: str = ""

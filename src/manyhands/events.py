@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Event:
     """One thing that happened.
 
-    type: start | step | epoch | validation | checkpoint | warning | fault | tensorboard | stop | end | failed
+    type: start | step | epoch | validation | part | checkpoint | warning | fault | change | membership | tensorboard |
+        stop | end | failed
     time_s: seconds since the run began, on the driver's clock (a worker's own clock for what it sends)
     rank: the worker it happened to, or None for the driver
     values: numbers and short strings, JSON as they are; `docs/events.md` lists them by type
@@ -107,6 +109,13 @@ def _left(value: Any) -> bool:
     )
 
 
+def _file(value: Any) -> bool:
+    """Bytes, and a SHA-256."""
+    if not (isinstance(value, list | tuple) and len(value) == 2):
+        return False
+    return _whole()(value[0]) and isinstance(value[1], str) and re.fullmatch("[0-9a-f]{64}", value[1]) is not None
+
+
 _VERSIONS = _list(_whole())
 _FIELDS: dict[str, Test] = {
     "type": lambda value: isinstance(value, str),
@@ -129,7 +138,15 @@ _MAY_MISS: dict[str, Test] = {  # where there is nothing to say
     "pulls": _list(_VERSIONS),
     "pushes": _list(_or_none(_VERSIONS)),
     "behind": _VERSIONS,
+    "global_rows": _whole(),
+    "again": lambda value: isinstance(value, bool),
+    "worker_id": _or_none(_whole(below=_MOST_RANKS)),
+    "host": lambda value: isinstance(value, str),
+    "cause": lambda value: isinstance(value, str),
     "kind": lambda value: isinstance(value, str),
+    "members": _list(_whole(below=_MOST_RANKS)),
+    "settle": _whole(),
+    "left_out": _number,
 }
 _SECONDS = dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), _finite)
 _STEP: dict[str, Test] = {
@@ -150,6 +167,19 @@ _VALUES: dict[str, dict[str, Test]] = {  # of those events that something is mad
     "validation": {"metrics": lambda value: isinstance(value, dict) and all(map(_number, value.values()))},
     "warning": {"message": lambda value: isinstance(value, str), "kind": _MAY_MISS["kind"]},
     "fault": {"fault": lambda value: isinstance(value, str)},
+    "membership": {"workers": _MAY_MISS["workers"], "repeated": _whole()},
+    "partial": {"rows": _whole()},
+    "change": {
+        "kind": _MAY_MISS["kind"],
+        "message": lambda value: isinstance(value, str),
+        **{name: _MAY_MISS[name] for name in ("worker_id", "host", "cause")},
+    },
+    "part": {
+        "files": lambda value: _list(_file, 2)(value) or value == [],
+        "error": lambda value: isinstance(value, str),
+        **dict.fromkeys(("seconds", "stall_s"), _finite),
+    },
+    "sync": {name: _MAY_MISS[name] for name in ("members", "settle")},
     "stop": {"reason": lambda value: isinstance(value, str)},
 }
 

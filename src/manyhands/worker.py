@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from manyhands.comm.group import Group
+from manyhands.comm.lost import LostGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment, from_json, to_json
-from manyhands.errors import Unsupported
+from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import Server
+
+
+class LastPushes(NamedTuple):
+    """What the server has of a lost worker, by shard."""
+
+    numbers: list[int]  # of its process's last push; 0: it has none
+    ticks: list[int]  # in which that push came, from 0 since the worker last became active; -1: in none since then
+
+    @classmethod
+    def of(cls, by_shard: Mapping[int, tuple[int, int]]) -> Self:
+        """by_shard: (number, tick) of each shard from 0 on."""
+        numbers, ticks = zip(*(by_shard[shard] for shard in range(len(by_shard))), strict=True)
+        return cls(list(numbers), list(ticks))
 
 
 class DriverClient(ABC):
@@ -45,8 +59,11 @@ class DriverClient(ABC):
         """A collective at an epoch's end and before a checkpoint: bring to the driver all ranks' events that still wait."""
 
     @abstractmethod
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
-        """The next slice of the segment for this replica, or its end; waits while replica 0 trains alone."""
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+        """The next slice of the segment for this replica, or its end; waits while replica 0 trains alone.
+
+        push: where workers may be lost, the number of this worker's push that will carry the slice.
+        """
 
     def computed(self, rows: int) -> None:  # noqa: B027
         """A gradient over so many rows was computed. Where time is simulated it passes here; elsewhere it has passed."""
@@ -58,6 +75,19 @@ class DriverClient(ABC):
     @abstractmethod
     def should_stop(self) -> str:
         """Why the run is to stop ("preempted", "callback", …), or "" """
+
+    def interrupted(self, generation: int) -> bool:
+        """Whether the driver asked the members of this generation to form the next one."""
+        return False
+
+    def pushes_of_lost(self, generation: int) -> dict[int, LastPushes]:
+        """By worker id, what the server has of the members of this generation that were lost since. Nothing further of them
+        enters; waits until that is so. Workers that never connected to the server are left out."""
+        return {}
+
+    def broken(self, generation: int) -> bool:
+        """Whether the driver said that a member of this generation is lost."""
+        return False
 
 
 class SoloDriverClient(DriverClient):
@@ -78,7 +108,7 @@ class SoloDriverClient(DriverClient):
     def collect(self, group: Group) -> None:
         pass
 
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         answer = self._leases.take(replica, segment)
         assert answer is not None  # one worker waits for nobody
         return answer
@@ -101,6 +131,19 @@ class Mesh:
     """Rank and size by which the feed deals rows: workers of one replica read the same ones."""
 
 
+class Refused(BadInput):
+    """A worker cannot join those that train: its program is another one. They go on, and it is not started again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormedGroup:
+    """A group of a run whose members may change, as one of them gets it."""
+
+    generation: int
+    worker_ids: Sequence[int]  # of all members; a worker's rank is the place of its id
+    group: Group
+
+
 @dataclass(kw_only=True)
 class Worker:
     """One worker of a run, as the program on it sees the run."""
@@ -109,10 +152,13 @@ class Worker:
     size: int = 1
     host: str = "localhost"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    generation: int = 0
+    generation: int = 0  # -1: no member yet
+    members: Sequence[int] = ()  # the worker ids of a group whose members may change, by rank
+    worker_id: int = field(default=None)  # type: ignore[assignment]  # stays when the members change; default: the rank
     group: Group = field(default_factory=SoloGroup)  # all workers: `mesh.world`
     mesh: Mesh = field(default=None)  # type: ignore[assignment]  # default: each worker holds a replica
     subgroup: Callable[[Sequence[int]], Group] | None = None  # how the engine makes what `make_group` gives
+    form: Callable[[bool, int | None], FormedGroup | None] | None = None  # what `join` asks; None: members never change
     server: Server | None = None
     clock: Callable[[], float] = time.perf_counter
     driver: DriverClient = field(default_factory=SoloDriverClient)
@@ -129,6 +175,53 @@ class Worker:
             self.mesh = Mesh(world=self.group, data=self.group, rows=(self.rank, self.size))  # type: ignore[unreachable]
         if self.mesh.world is not self.group:
             raise ValueError("the mesh's world is another group than the worker's: give both")
+        self.worker_id = self.rank if self.worker_id is None else self.worker_id
+
+    @property
+    def elastic(self) -> bool:
+        """Whether members may be lost, leave or join while the program runs. Such a worker begins alone: see `join`."""
+        return self.form is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the members of this generation are to form the next one, although none of them is lost."""
+        return self.elastic and self.driver.interrupted(self.generation)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a member of this generation is known to be lost, although no collective has shown it."""
+        return self.elastic and self.driver.broken(self.generation)
+
+    def join(self, blank: bool, lost: int | None = None) -> bool:
+        """Leave the group, wait for a place in the next generation's, and take it. False: the run is over.
+
+        blank: this worker has no state yet, and takes that of a member. lost: the id of a peer that this worker found
+        gone. Other groups that the worker made are the caller's to close.
+        """
+        assert self.form is not None
+        before = self.group
+        before.close()
+        formed = self.form(blank, lost)
+        if formed is None:
+            return False
+        formed.group.ledger.include(before.ledger)  # counts are the worker's, through all its groups
+        formed.group.waited_s += before.waited_s
+        self.group, self.generation = formed.group, formed.generation
+        self.members = list(formed.worker_ids)
+        self.rank, self.size = self.members.index(self.worker_id), len(self.members)
+        self.mesh = Mesh(world=self.group, data=self.group, rows=(self.rank, self.size))
+        return True
+
+    @contextmanager
+    def apart(self, generation: int, rank: int, size: int) -> Iterator[None]:
+        """Within, this is a worker of an older generation, of whom it has lost the others: collectives raise PeerLost."""
+        before = self.mesh, self.generation
+        lost = LostGroup(rank, size)
+        self.mesh, self.generation = Mesh(world=lost, data=lost, rows=(rank, size)), generation
+        try:
+            yield
+        finally:
+            self.mesh, self.generation = before
 
     def make_group(self, ranks: Sequence[int]) -> Group:
         """A further group of these workers, this one among them, in rank order; a collective of them alone.
@@ -137,17 +230,19 @@ class Worker:
         """
         if list(ranks) == [self.rank]:
             return SoloGroup()
+        if self.elastic:
+            raise Unsupported("where members may change (survive), there is one group, of all: leave survive out")
         if self.subgroup is None:
             raise Unsupported("this engine makes one group of all its workers: use engine local, hosts or torchrun")
         return self.subgroup(ranks)
 
-    def lease(self, segment: Segment) -> Lease | End:
+    def lease(self, segment: Segment, push: int | None = None) -> Lease | End:
         """The next slice of the segment for this worker's replica, or its end. Collective over `mesh.model`.
 
-        The workers of a replica get the same one: the first of them asks the driver.
+        The workers of a replica get the same one: the first of them asks the driver. push: see `DriverClient.lease`.
         """
         members = self.mesh.model
-        answer = self.driver.lease(segment, self.mesh.rows[0]) if members.rank == 0 else None
+        answer = self.driver.lease(segment, self.mesh.rows[0], push) if members.rank == 0 else None
         if members.size == 1:
             assert answer is not None
             return answer
@@ -182,8 +277,8 @@ class Worker:
         return Event(
             type=type,
             time_s=self.clock(),
-            generation=self.generation,
-            rank=self.rank,
+            generation=max(0, self.generation),
+            rank=self.worker_id,
             tick=tick,
             step=step,
             values=values,

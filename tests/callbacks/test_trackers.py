@@ -323,3 +323,29 @@ def test_tensorboard_writes_files_that_its_reader_reads(tmp_path: Path) -> None:
     read.Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss")] == [(1, 0.5)]
     assert read.Scalars("test_loss")[0].value == 0.125
+
+
+def test_what_a_restarted_run_makes_again_is_sent_once() -> None:
+    tracker = Recording()
+    tracker.on_start(START)
+    validation = Event(type="validation", step=2, values={"metrics": {"validation_loss": 0.25}})
+    later = Event(type="validation", step=4, values={"metrics": {"validation_loss": 0.125}})
+    for number in (1, 2, 3):
+        tracker.on_step(step(number))
+        if number == 2:
+            tracker.on_validation(validation)
+    tracker.on_notice(Event(type="change", step=1, values={"kind": "restart", "message": "again"}))
+    for number in (2, 3, 4):
+        tracker.on_step(step(number))
+        if number == 2:
+            tracker.on_validation(validation)
+    tracker.on_validation(later)
+    tracker.on_end(Event(type="end", step=4, values={"metrics": {}, "seconds": 1.0}))
+    assert [(number, "validation_loss" in values) for number, values in tracker.rows[:-1]] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (4, False),
+        (4, True),
+    ]

@@ -118,3 +118,14 @@ def test_a_pipe_in_its_place_is_refused_and_nobody_waits(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "launch.json")
     with pytest.raises(BadInput, match="must be a file"):
         LaunchLock(tmp_path)
+
+
+def test_a_run_that_starts_again_has_a_claim_of_its_own(tmp_path: Path) -> None:
+    """Under the same lock: what a worker of the launch before still writes is refused."""
+    lock = LaunchLock(tmp_path)
+    before = lock.claim(1)
+    now = lock.claim(2)
+    now.check()
+    with pytest.raises(ManyhandsError, match="launch 2, process .* this run .launch 1"):
+        before.check()
+    lock.close()

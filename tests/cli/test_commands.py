@@ -124,6 +124,7 @@ def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
         "strategy": "local-sgd:period=8",
         "engine": "local",
         "servers": 3,
+        "survive": None,
         "device": "cpu",
         "threads_per_worker": 1,
         "timeout_s": 9.0,
@@ -238,6 +239,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "timeout_s": 300.0,
         "roles": None,
         "tensorboard": None,
+        "max_restarts": 0,
     }
 
 
@@ -458,3 +460,68 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "manyhands", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert run.stdout.startswith("manyhands ")
+
+
+# -- what a run survives -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "survive"),
+    [
+        (["-n", "4"], 4, None),
+        (["-n", "2:4"], 4, mh.Survive(max_losses="any", min_workers=2, max_workers=4)),
+        (["-n", "1:1"], 1, mh.Survive(max_losses="any", max_workers=1)),
+        (["-n", "4", "--max-losses", "3"], 4, mh.Survive(max_losses=3)),
+        (["-n", "2:4", "--max-losses", "3"], 4, mh.Survive(max_losses=3, min_workers=2, max_workers=4)),
+        (["-n", "4", "--survive", "max_losses=1,replace=false"], 4, mh.Survive(max_losses=1, replace=False)),
+        (["-n", "4", "--survive", "max_losses=1", "--max-losses", "2"], 4, mh.Survive(max_losses=2)),
+        (["--max-restarts", "2", "--copies", "2"], None, mh.Survive(max_restarts=2, copies=2)),
+    ],
+)
+def test_what_a_run_survives_reaches_train(
+    asked: dict[str, Any], arguments: list[str], workers: int | None, survive: mh.Survive | None
+) -> None:
+    assert invoke("train", "digits", *arguments).exit_code == 0
+    assert (asked["workers"], asked["survive"]) == (workers, survive)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-n", "4:2"], "4:2"),
+        (["-n", "0:4"], "0:4"),
+        (["-n", "2:4:6"], "2:4:6"),
+        (["-n", "many"], "many"),
+        (["-n", "2", "--max-losses", "-1"], "max_losses"),
+        (["-n", "2", "--max-losses", "1.5"], "max_losses"),
+        (["-n", "4", "--survive", "min_workers=5"], "min_workers=5"),
+        (["-n", "4", "--survive", "max_workers=80", "--batch-size", "64"], "batch_size"),
+        (["-n", "2", "--copies", "2"], "copies=2"),
+        (["-n", "2", "--copies", "3"], "copies"),
+        (["-n", "2", "--survive", "copies=2,max_workers=4", "-s", "downpour"], "max_workers"),
+        (["-n", "2", "--copies", "2", "-s", "downpour", "--engine", "local:faults=leave=1@step:1"], "leave=1@step:1"),
+        (["-n", "2", "--copies", "2", "-s", "downpour", "--engine", "local:faults=kill=backup1@1s"], "shard 1"),
+        (["-n", "2", "-s", "downpour", "--engine", "local:faults=kill=backup0@1s"], "copies=2"),
+        (["-n", "2", "--max-losses", "1", "-s", "ensemble"], "ensemble"),
+        (["-n", "1", "--max-losses", "1", "-s", "solo"], "solo"),
+        (["-n", "2", "--max-losses", "1", "-s", "local-sgd:period=end"], "local-sgd"),
+        (["-n", "2", "--max-losses", "1", "-s", "downpour:warmup=3"], "downpour"),
+        (["-n", "2", "--max-losses", "1", "-s", "hogwild:warmup=3"], "hogwild"),
+        (["-n", "2", "--max-losses", "1", "-s", "hogwild", "--engine", "hosts"], "hogwild"),
+        (["-n", "2", "--max-losses", "1", "--engine", "torchrun"], "torchrun"),
+        (["-n", "2", "--max-losses", "1", "--engine", "spark"], "spark"),
+        (["-n", "2", "--survive", "silence_s=0"], "silence_s"),
+        (["-n", "2", "--max-losses", "1", "--engine", "local:faults=kill=2@step:1"], "worker 2"),
+        (["-n", "2", "--engine", "local:faults=leave=1@step:1"], "survive"),
+        (["-n", "2", "--max-losses", "1", "--engine", "local:faults=kill=shard0@1s"], "shard 0"),
+        (["-n", "2", "--survive", "max_loss=1"], "max_losses"),
+        (["-n", "2", "--survive", "max_losses=1,slow=0.5"], "slow"),
+    ],
+)
+def test_what_no_run_can_survive_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    result = invoke("train", "digits", *arguments, "--run-dir", str(tmp_path / "run"))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert named in result.stderr
+    assert not (tmp_path / "run").exists()

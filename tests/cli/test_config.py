@@ -71,7 +71,7 @@ BAD = {
     "a text as number": ('task = "digits"\n\nepochs = "five"\n', "line 3: epochs must be a whole number, not 'five'"),
     "a fraction as number": ("epochs = 2.5\n", "line 1: epochs must be a whole number, not 2.5"),
     "a number as switch": ("\nresume = 1\n", "line 2: resume must be true or false, not 1"),
-    "a list": ("workers = [1, 2]\n", r"line 1: workers must be a whole number, not \[1, 2\]"),
+    "a list": ("workers = [1, 2]\n", r"line 1: workers must be a text or a number, not \[1, 2\]"),
     "a table": ("[task]\nname = 1\n", "line 1: task must be a text"),
     "no TOML": ("task = digits\n", r"is not TOML: .*line 1"),
 }

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from manyhands.comm.group import Group
-from manyhands.comm.shared_memory.group import SharedMemory, SharedMemoryGroup
+from manyhands.comm.shared_memory.group import (
+    Arena,
+    SharedMemory,
+    SharedMemoryGroup,
+    create_arena,
+    create_table,
+)
 from manyhands.comm.torch_group import TorchGroup
 
 Program = Callable[[Group], Any]
@@ -50,6 +56,51 @@ def on_shared_memory(size: int, program: Program, *, deadline_s: float = 60, **o
         return forked(size, run, deadline_s, then=lambda: _close(memory, pipes))
     finally:
         _close(memory, pipes)
+
+
+@dataclass
+class Member:
+    """One of `on_arenas`'s processes. A generation is a group: its members are processes, in the order of their ranks."""
+
+    process: int
+    fds: list[int]  # arenas, by process
+    generations: Sequence[Sequence[int]]
+    tables: list[int]  # by generation, as the next one
+    pipes: list[list[tuple[int, int]]]
+    arena: Arena
+
+    def join(self, generation: int) -> SharedMemoryGroup:
+        """The group of this generation, on this process's arena. The program closes it."""
+        members = self.generations[generation]
+        memory = [self.tables[generation], *(os.dup(self.fds[process]) for process in members)]
+        return SharedMemoryGroup(
+            members.index(self.process),
+            len(members),
+            memory,
+            arena=self.arena,
+            lifelines=self.pipes[generation],
+            names=members,
+            timeout_s=30,
+        )
+
+
+def on_arenas(generations: Sequence[Sequence[int]], program: Callable[[Member], Any]) -> list[Outcome]:
+    """Run `program(member)` on as many processes as the generations name, each with an arena of its own."""
+    size = 1 + max(process for members in generations for process in members)
+    arenas = [create_arena(size) for _ in range(size)]
+    tables = [create_table(len(members)) for members in generations]
+    pipes = [[os.pipe2(os.O_CLOEXEC) for _ in members] for members in generations]
+
+    def run(process: int) -> Any:
+        for members, ends in zip(generations, pipes, strict=True):
+            if process not in members:
+                _close([], ends)
+        return program(Member(process, arenas, generations, tables, pipes, Arena(arenas[process])))
+
+    def let_go() -> None:
+        _close([*arenas, *tables], [pipe for ends in pipes for pipe in ends])
+
+    return forked(size, run, 60, then=let_go)
 
 
 def on_gloo(

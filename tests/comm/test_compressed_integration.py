@@ -73,13 +73,17 @@ def test_over_gloo(tmp_path):
 # -- over many steps -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "steps"), [("bf16", MANY), ("int8", 100), ("powersgd:1", 100)])
+@pytest.mark.parametrize(
+    ("text", "steps"), [pytest.param("bf16", MANY, marks=pytest.mark.slow), ("int8", 100), ("powersgd:1", 100)]
+)
 def test_nothing_is_lost_through_shared_memory(text, steps):
     """The rounding of the mean waits in a residual, too."""
     check_feedback(values(on_shared_memory(2, feedback(text, [3.0, 1.0], steps))), [3.0, 1.0], steps)
 
 
-@pytest.mark.parametrize(("weights", "steps"), [([1.0, 1.0], MANY), ([3.0, 1.0, 2.0], 100)])
+@pytest.mark.parametrize(
+    ("weights", "steps"), [pytest.param([1.0, 1.0], MANY, marks=pytest.mark.slow), ([3.0, 1.0, 2.0], 100)]
+)
 def test_nothing_is_lost_round_a_ring(weights, steps):
     check_feedback(values(on_ring(len(weights), feedback("bf16", weights, steps))), weights, steps)
 

@@ -56,13 +56,15 @@ def on_ring(size: int, program: Callable[[Group], Any]) -> Any:
         close(sockets)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_nobody_waits_for_ever_in_shared_memory(size: int) -> None:
     for off in values(on_shared_memory(size, mixed, timeout_s=20)):
         assert max(off) < 1e-12
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_nobody_waits_for_ever_over_sockets(size: int) -> None:
     for off in values(on_ring(size, mixed)):
         assert max(off) < 1e-12

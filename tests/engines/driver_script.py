@@ -22,8 +22,26 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
         time.sleep(0.01)
 
 
-class Script:
-    """A driver in a process of its own, and every process that descends from it, found by a mark in their environment."""
+class MarkedProcess:
+    """A process, and every one that descends from it, found by a mark in their environment."""
+
+    mark: str
+    process: subprocess.Popen[str]
+
+    def processes(self) -> list[int]:
+        """Everything of it that lives, the first one included."""
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
+
+    def _ours(self, entry: Path) -> bool:
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            return state != "Z" and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+
+
+class Script(MarkedProcess):
+    """A driver in a process of its own, by the text of its program."""
 
     def __init__(self, folder: Path, text: str, *arguments: str, stdin: str | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -56,14 +74,3 @@ class Script:
         """(exit code, standard output, standard error)"""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
-
-    def processes(self) -> list[int]:
-        """Everything of it that lives, the driver included."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
-
-    def _ours(self, entry: Path) -> bool:
-        try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            return state != "Z" and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False

@@ -73,6 +73,7 @@ def test_a_ddp_program_runs_unchanged(local: Local, workers: int, roles: dict[st
     assert list(found) == [*roles, "worker"]
 
 
+@pytest.mark.slow
 def test_who_serves_for_ever_is_ended_and_no_port_is_left(local: Local, tmp_path: Path) -> None:
     def program(cluster: Cluster) -> Any:
         with serving(cluster):
@@ -140,6 +141,7 @@ def test_one_process_alone_is_the_callers(local: Local) -> None:
     assert "WORLD_SIZE" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_tensorboard_beside_the_chief(
     local: Local, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

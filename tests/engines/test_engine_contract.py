@@ -58,7 +58,7 @@ def test_what_it_cannot_is_refused_by_its_capabilities(strategy: str) -> None:
 
 def test_capabilities_of_records() -> None:
     """What a finished run says of its engine is its name alone."""
-    assert capabilities_of("local") == Capabilities(one_host=True, serves=True)
+    assert capabilities_of("local") == Capabilities(one_host=True, serves=True, survives=True, copies=True)
     assert capabilities_of("sim").simulated
     assert capabilities_of("threads") == Capabilities() == Threads().capabilities
     assert (Threads().default_workers(), Threads().own_rank()) == (max(1, torch.cuda.device_count()), 0)

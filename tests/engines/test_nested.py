@@ -60,7 +60,7 @@ class Outer(DriverClient):
         raise AssertionError("a run's own events do not concern the launcher")
 
     @override
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         raise AssertionError("a run's own rows do not concern the launcher")
 
     @override

@@ -32,6 +32,7 @@ def test_every_strategy_trains_the_users_own_model(strategy: str, local: mh.Loca
         assert run.metrics == pytest.approx({f"validation_{name}": value for name, value in wanted.items()}, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_two_workers_are_one_with_rows_that_do_not_divide(local: mh.Local) -> None:
     """Metrics that are no means, too; weights by class, so that shares of a batch weigh differently."""
     x, y = rows(53)
@@ -53,6 +54,7 @@ def test_two_workers_are_one_with_rows_that_do_not_divide(local: mh.Local) -> No
     assert runs[1].metrics.keys() == {f"validation_{name}" for name in ("loss", "accuracy", "auc", "sensitivity")}
 
 
+@pytest.mark.slow
 def test_moving_averages_are_in_the_answer(local: mh.Local) -> None:
     x, y = images()
     model = convolution()
@@ -63,6 +65,7 @@ def test_moving_averages_are_in_the_answer(local: mh.Local) -> None:
     assert run.metrics["validation_loss"] == pytest.approx(wanted["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_workers_draw_noise_of_their_own(local: mh.Local) -> None:
     """Seeds that are alike would give both halves of a batch of equal rows the same gradient: as one worker with half of it."""
     x, y = np.ones((8, 4), "float32"), np.zeros(8, "int64")
@@ -77,6 +80,7 @@ def test_workers_draw_noise_of_their_own(local: mh.Local) -> None:
     assert apart(values(halves), values(whole)) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["local-sgd:period=3", "downpour"])
 def test_callbacks_on_worker_0_hold_for_all(strategy: str, local: mh.Local, tmp_path: Path) -> None:
     """The rate that ruins the model in the third epoch reaches both; both stop; the best weights are the answer."""
@@ -100,6 +104,7 @@ def test_callbacks_on_worker_0_hold_for_all(strategy: str, local: mh.Local, tmp_
     assert apart(values(model), values(best)) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_rate_that_a_callback_sets_is_every_workers(local: mh.Local) -> None:
     """At a rate of 0 nobody moves; whoever kept another rate would move the average."""
     model, still = dense(), keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0)
@@ -108,6 +113,7 @@ def test_a_rate_that_a_callback_sets_is_every_workers(local: mh.Local) -> None:
     assert apart(values(model), before) == 0.0
 
 
+@pytest.mark.slow
 def test_logs_count_all_workers_rows(local: mh.Local) -> None:
     histories = [keras.callbacks.History() for _ in range(2)]
     for workers, history in enumerate(histories, start=1):

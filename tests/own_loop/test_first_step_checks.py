@@ -41,6 +41,7 @@ def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
     return [str(one.message) for one in told]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
 def test_a_forgotten_loader_is_named_once(strategy: str) -> None:
     """Prepared without its loader, or the result was not assigned: every worker iterates the plain one."""

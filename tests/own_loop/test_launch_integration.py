@@ -181,6 +181,7 @@ def test_sigterm_reaches_the_script_on_every_worker(tmp_path: Path, script: str,
     assert len(list(tmp_path.glob("saved-*"))) == saved
 
 
+@pytest.mark.slow
 def test_threads_and_exit_functions_of_a_script_finish(local: Local, tmp_path: Path) -> None:
     """As the interpreter ends them: a thread that still saves is waited for, then atexit runs; also after an error."""
     script = tmp_path / "script.py"

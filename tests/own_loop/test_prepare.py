@@ -165,6 +165,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_mh_worker_is_the_function_in_any_order_of_imports() -> None:
     """A submodule has the same name; importing it, which nearly everything does, must not hide the function."""
     command = [sys.executable, "-W", "error", "-c", IN_FORKS, *ORDERS]

@@ -22,6 +22,7 @@ import plain
 from manyhands.engines.local.engine import Local
 from manyhands.own_loop.launch import launch, run_script
 from manyhands.strategies.local_sgd import LocalSGD
+from slow_cases import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -48,7 +49,7 @@ def train(optimizer: str, prepare: bool, workers: int = 0, accumulate: int = 1) 
     return plain.flat(model)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["sgd", "momentum", "adamw"]))
 def test_four_workers_equal_the_plain_script(local: Local, optimizer: str) -> None:
     """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
     expected = train(optimizer, prepare=False)
@@ -63,7 +64,7 @@ def test_loader_processes_and_accumulation(local: Local) -> None:
         assert (got - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(period=3), "local-sgd:period=3"])
+@pytest.mark.parametrize("strategy", slow_after(1, [LocalSGD(period=3), "local-sgd:period=3"]))
 def test_launch_says_the_strategy(local: Local, strategy: LocalSGD | str) -> None:
     """All workers end equal, and elsewhere than under allreduce."""
     first, second = launch(train, "adamw", True, workers=2, strategy=strategy, engine=local, threads_per_worker=1)
@@ -173,7 +174,7 @@ def train_on_drawn(kind: str) -> tuple[float, float]:
     return model.weight.item(), torch.rand(()).item()
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader"])
+@pytest.mark.parametrize("kind", slow_after(1, ["stream", "loader"]))
 def test_a_loader_that_draws_its_batches_gives_one_processs(local: Local, kind: str) -> None:
     """After the first backward too, and in the next pass."""
     (expected, following), together = train_on_drawn(kind), launch(train_on_drawn, kind, workers=2, engine=local)
@@ -202,6 +203,7 @@ def test_a_loader_that_gives_each_worker_other_batches_is_named(local: Local) ->
         launch(train_on_entropy, workers=2, engine=local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
 def test_mh_train_names_it_too(local: Local, strategy: str) -> None:
     task = mh.Task(
@@ -220,7 +222,7 @@ class EntropyRows(IterableDataset[Tensor]):
         return (row for batch in Entropy() for row in batch)
 
 
-@pytest.mark.parametrize("name", ["plain.py", "gan.py"])
+@pytest.mark.parametrize("name", slow_after(1, ["plain.py", "gan.py"]))
 def test_examples_run_alone_and_together(
     local: Local, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_the_users_generator_gives_one_order_even_if_seeded_apart() -> None:
     assert rows_used(together(2, program)) == [batch.tolist() for _ in range(2) for batch in loader]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"replacement": True, "num_samples": 100}], ids=["permuted", "replaced"])
 def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_does(

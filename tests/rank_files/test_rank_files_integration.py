@@ -81,6 +81,7 @@ def holds(path: str, text: str) -> bool:
     return os.path.exists(path) and Path(path).read_text() == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [0, 1])
 def test_models_are_saved_and_read_back(
     local: Local, folder: Path, behind: int, capfd: pytest.CaptureFixture[str]
@@ -256,6 +257,7 @@ def test_a_worker_that_is_killed_leaves_no_folder_and_loses_no_file(
     assert (folder / "kept.txt.rank-1").read_text() == "other"
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
     script = folder.parent / "script.py"
     script.write_text(

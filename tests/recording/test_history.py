@@ -1,6 +1,7 @@
 """Numbers of several workers put together."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,11 @@ def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytes
     assert sum(row["compute_s"] for row in history.rows) == pytest.approx(history.timing()["compute"])
     assert history.highest_rate == 1.0
     assert history.steps == 1000
+
+
+def test_a_later_generation_closes_what_the_one_before_left_open() -> None:
+    """A worker that was lost took its report of tick 1 with it: the row stands before those of the members after it."""
+    steps = [step(0, 0), step(1, 0), step(0, 1)]
+    later = [replace(step(0, tick), generation=1) for tick in (2, 3)]
+    rows = History(1).rows_of([*((event, 2) for event in steps), *((event, 1) for event in later)])
+    assert [(row["tick"], row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]

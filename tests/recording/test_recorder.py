@@ -13,7 +13,7 @@ from manyhands.callbacks.base import Callback
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
-from manyhands.recording.run import Answer, Run
+from manyhands.recording.run import Answer, Run, read_history
 
 
 class Clock:
@@ -383,3 +383,79 @@ def test_simulated_time_is_the_workers_own(tmp_path: Path) -> None:
         clock.now += 500
         recorder.warn("careful")
     assert [event.time_s for event in heard.events] == [0.25, 7.5, 7.5]
+
+
+def test_a_first_generation_that_began_in_vain_starts_no_callback_twice() -> None:
+    """Those who begin next may be fewer: their steps are whole without the lost worker's."""
+    heard = Heard()
+    with Recorder(workers=3, callbacks=[heard]) as recorder:
+        recorder.answer(replace(START, values={"workers": 3}))
+        recorder.answer(replace(START, generation=1, values={"workers": 3}))
+        recorder.answer(Event(type="membership", generation=1, rank=0, values={"workers": 2, "repeated": 0}))
+        for rank in (0, 2):
+            recorder.event(replace(step(rank), generation=1))
+        assert heard.calls == ["start", "step"]
+        run = run_of(recorder)
+        finish(recorder, run)
+    assert run.generations == 2
+
+
+class Remembering(Callback):
+    """Remembers how many steps it has seen."""
+
+    def __init__(self) -> None:
+        self.steps, self.calls = 0, list[str]()
+
+    def on_start(self, event: Event) -> None:
+        self.calls.append("start")
+
+    def on_step(self, event: Event) -> None:
+        self.steps += 1
+        self.calls.append(f"step {event.step}")
+
+    def on_notice(self, event: Event) -> None:
+        self.calls.append(str(event.values.get("kind")))
+
+    def on_end(self, event: Event) -> None:
+        self.calls.append(event.type)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("checkpoint", [2, 0])
+def test_a_run_that_starts_again_is_one_run(checkpoint: int, tmp_path: Path) -> None:
+    """Its history, its clock, and its callbacks, which remember what they did at the checkpoint, or at the start."""
+    clock, callback = Clock(), Remembering()
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[callback], clock=clock, restarts=True)
+    with recorder:
+        recorder.answer(replace(START, time_s=clock.now))
+        for tick in range(4):
+            clock.now += 1.0
+            recorder.event(step(0, tick, time_s=clock.now))
+        values = {"message": "worker 0 lost: restart 1 of 2", "worker_id": 0, "host": "alpha", "cause": "death"}
+        recorder.start_again(values, checkpoint, 0)
+        if checkpoint:
+            recorder.preload(checkpoint, None, 8, [("Remembering", {"steps": 2})])
+        assert [row["tick"] for row in recorder.history] == list(range(checkpoint))
+        clock.now += 1.0
+        recorder.answer(replace(START, tick=checkpoint, time_s=clock.now))
+        assert callback.steps == checkpoint
+        for tick in range(checkpoint, 5):
+            clock.now += 1.0
+            recorder.event(step(0, tick, time_s=clock.now))
+        run = run_of(recorder)
+        finish(recorder, run)
+    steps = [f"step {number}" for number in range(1, 5)]
+    again = [f"step {number}" for number in range(1 + checkpoint, 6)]
+    assert callback.calls == ["start", *steps, "restart", *again, "end"]
+    assert [row["tick"] for row in run.history] == list(range(5))
+    assert [row["tick"] for row in read_history(tmp_path)] == list(range(5))
+    assert (run.generations, len(run.restarts)) == (2, 1)
+    assert (run.restarts[0]["step"], run.restarts[0]["cause"]) == (checkpoint, "death")
+    assert run.rows["repeated"] == 4 * (4 - checkpoint)
+    times = [line["time_s"] for line in lines(tmp_path)]
+    assert times == sorted(times)

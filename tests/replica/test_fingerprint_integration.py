@@ -104,12 +104,14 @@ def test_replicas_that_drift_apart_end_the_run_before_the_next_checkpoint(local:
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_they_are_compared_every_so_many_steps_if_asked(local: Local) -> None:
     with pytest.raises(ManyhandsError, match="differ at step 3"):
         train(local, loss=Drifting(2), check_replicas_every=3)
     assert train(local, loss=Drifting(2), max_steps=4).steps == 4  # nobody asked, and there is no checkpoint
 
 
+@pytest.mark.slow
 def test_where_replicas_may_differ_they_are_compared_when_they_are_equal_again(local: Local, tmp_path: Path) -> None:
     """Local SGD averages every 4 steps: what drifted in a window is averaged too."""
     options = {"strategy": "local-sgd:period=4", "check_replicas_every": 3, "run_dir": tmp_path / "run"}
@@ -120,6 +122,7 @@ def own_rate(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + mh.worker().rank))
 
 
+@pytest.mark.slow
 def test_a_rate_that_depends_on_the_rank(local: Local) -> None:
     """An error where all replicas are to stay equal, a warning where each steps alone for a while; an ensemble's members are free."""
     fields = {"optimizer": own_rate, "loss": plain.cross_entropy, "max_steps": 2}

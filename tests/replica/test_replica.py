@@ -243,6 +243,33 @@ def test_ready_slices_cover_the_gradient_in_one_order_and_are_final(monkeypatch:
         assert not replica.gradients.parts[0].any()
 
 
+def test_slices_of_a_backward_that_was_cut_off_are_not_handed_out_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost peer ends a backward; the step is repeated by fewer, in pieces."""
+    monkeypatch.setattr("manyhands.replica.executor.BUCKET_BYTES", 200)
+    gradients, seen, lost = [], list[torch.Tensor](), [False]
+
+    def take(part: torch.Tensor) -> None:
+        if lost[0]:
+            raise RuntimeError("a peer is gone")
+        seen.append(part.clone())
+
+    for cut_off in (False, True):
+        torch.manual_seed(0)
+        replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=plain.cross_entropy)
+        replica.on_ready(take)
+        lost[0] = cut_off
+        if cut_off:
+            with pytest.raises(RuntimeError):
+                replica.backward(plain.rows(10))
+        lost[0] = False
+        replica.executor.limit_rows(3)
+        replica.begin_tick()
+        seen.clear()
+        replica.backward(plain.rows(10))
+        gradients.append(torch.cat(seen))
+    assert torch.equal(*gradients)
+
+
 def test_an_empty_tick_does_not_call_the_model_and_weighs_nothing() -> None:
     """CASE 27"""
     replica = Replica.of(
@@ -280,6 +307,21 @@ def test_a_gradient_that_is_not_finite_raises_or_is_skipped() -> None:
     train_alone(replica, "solo", [plain.rows(4)])
     assert replica.parameters.equal(before)
     assert replica.step == 0
+
+
+def test_an_own_gradient_is_computed_again_and_given_to_nobody() -> None:
+    """In the place of a mean that is not finite."""
+    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup(), loss=plain.cross_entropy)
+    slices: list[torch.Tensor] = []
+    replica.on_ready(slices.append)
+    replica.begin_tick()
+    replica.backward(plain.rows(4))
+    own, handed_out = replica.gradients.clone(), len(slices)
+    replica.gradients.mul_(float("nan"))
+    assert replica.computes_finite(plain.rows(4))
+    assert replica.gradients.equal(own)
+    assert len(slices) == handed_out > 0
+    assert not replica.computes_finite((plain.rows(4)[0] * float("inf"), plain.rows(4)[1]))
 
 
 def test_a_finite_gradient_whose_sum_overflows_is_finite() -> None:

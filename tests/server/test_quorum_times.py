@@ -10,6 +10,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.pushes import Applied, Dropped
 from manyhands.server.rules import make_rule
 from manyhands.server.store import Store
+from slow_cases import slow_after
 
 WORKERS, BACKUPS, STEPS = 10, 2, 5000
 
@@ -63,7 +64,7 @@ class Simulation:
         return going
 
 
-@pytest.mark.parametrize(("abandon", "expected"), [(True, 1.4290), (False, 1.7205)])
+@pytest.mark.parametrize(("abandon", "expected"), slow_after(1, [(True, 1.4290), (False, 1.7205)]))
 def test_mean_step_time(abandon, expected):
     """CASE 13: H(10) - H(2) if late workers abandon at once, more if each finishes its stale gradient first.
 

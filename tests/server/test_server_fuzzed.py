@@ -15,6 +15,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, about
+from manyhands.server.replication.log import Call
 from manyhands.server.shard_host import Connection, Shard
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame, FrameError, pack
@@ -108,7 +109,7 @@ def talked(shard: Shard, worker: int, data: bytes) -> None:
             connection.serve()
         finally:
             connection.channel.close()
-            shard.end(worker, lost=True)
+            shard.end(worker, Call.LEAVE)
 
 
 @pytest.mark.parametrize("rule", SPECS)

@@ -8,6 +8,7 @@ import torch
 from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import captured
+from manyhands.server.replication.log import Call
 from manyhands.server.shard_host import Shard, WorkersLate
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
@@ -38,6 +39,23 @@ def test_who_waits_gets_what_anothers_call_released():
         assert shard.call(lambda store: store.tick(1, 2)) == Go(3)
         assert waiting.result(10) == Go(3)
     assert lives
+    shard.close()
+
+
+def test_what_was_released_for_one_call_answers_no_later_one():
+    """As at a new primary: another's tick releases worker 0 before that one has asked there again."""
+    shard = opened(ServerSpec(rule="add", bound=1))
+
+    def tick(worker, number):
+        return shard.make(Call.TICK, worker, number)[0]
+
+    assert [tick(0, 1), tick(0, 2)] == [Go(0), WaitForGate()]
+    assert tick(1, 1) == Go(0)
+    assert [tick(0, 2), tick(0, 3)] == [Go(0), WaitForGate()]
+    with started(lambda: shard.answer(0, nothing)) as waiting:
+        expect_waits(waiting, "an answer before the other worker's tick")
+        tick(1, 2)
+        assert waiting.result(10) == Go(0)
     shard.close()
 
 
@@ -78,14 +96,14 @@ def test_before_a_center_there_is_nothing_to_read():
 
 def test_a_worker_that_ends_gives_back_what_it_read_and_holds_nobody_up():
     shard = opened()
-    assert shard.pin(1, pull=True) == (0, 0)
+    assert shard.pin(1, pull=True)[:2] == (0, 0)
     shard.call(lambda store: store.tick(0, 0))
-    shard.end(1, lost=True)
+    shard.end(1, Call.LEAVE)
     assert shard.answer(0, nothing) == Go(0)
     shard.push(0, 1, torch.ones(N), 1.0, 0)
     shard.push(0, 2, torch.ones(N), 1.0, 0)
     shard.call(lambda store: store.tick(0, 0))
-    version, slot = shard.pin(0, pull=False)
+    version, slot, _ = shard.pin(0, pull=False)
     assert shard.published.buffers[slot].eq(2 * version).all()
     shard.close()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from driver_script import wait_until
 from served import client_of, processes
 
 from manyhands.errors import PeerLost
@@ -102,6 +103,8 @@ def test_a_shard_that_says_nothing_for_too_long_is_lost():
         client = opened(made, 0)
         client.initialize(torch.zeros(N))
         os.kill(made.shards[0], signal.SIGSTOP)
+        stat = Path(f"/proc/{made.shards[0]}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # until then it may still answer
         with pytest.raises(PeerLost, match=r"server shard 0 did not answer for 0.3 s\. This worker waited 0"):
             client.pull(torch.empty(N))
         client.close()

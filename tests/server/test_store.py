@@ -192,6 +192,25 @@ def test_a_dead_worker_blocks_until_it_is_declared_lost():
     store.leave(2)
 
 
+def test_the_tick_of_a_last_push_is_counted_from_where_its_worker_became_active():
+    store = store_of(bound=0)
+    push = Pushes(store)
+    assert store.pushed_in(1, 0) == -1
+    for worker in (0, 1):
+        push(worker, 1.0)
+        store.tick(worker, 0)
+    store.tick(0, 0)
+    store.tick(1, 0)
+    push(1, 1.0)
+    assert (store.pushed_in(0, 0), store.pushed_in(1, 0), store.pushed_in(1, 1)) == (0, 2, -1)
+    store.deactivate(1)
+    assert store.pushed_in(1, 0) == 2
+    store.activate(1, 0)
+    assert store.pushed_in(1, 0) == -1
+    push(1, 1.0)
+    assert store.pushed_in(1, 0) == 0
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_tick_in_step_is_one_version_in_rank_order(order):
     """CASE 11: bit-equal whatever the speeds, staleness 0, the OR of all bits."""

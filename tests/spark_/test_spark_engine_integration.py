@@ -30,6 +30,7 @@ def test_spark_passes(check: str) -> None:
     ENGINE_SUITE[check](Spark())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_threads_are_the_cores_of_a_spark_task() -> None:
     assert Spark().launch(lambda worker: worker.threads, LaunchSpec(workers=2, timeout_s=60)) == [1, 1]
@@ -44,12 +45,14 @@ def test_launch_from_a_notebook() -> None:
     assert mh.launch(rank, 5, workers=3, engine="spark") == [5, 6, 7]
 
 
+@pytest.mark.slow
 def test_too_few_slots(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.engines.spark.session._SLOTS_S", 0.5)
     with pytest.raises(BadInput, match="5 workers need 5 Spark task slots at once, and the cluster has 4"):
         mh.launch(os.getpid, workers=5, engine="spark")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_another_master_than_the_session_has() -> None:
     with pytest.raises(
@@ -58,6 +61,7 @@ def test_another_master_than_the_session_has() -> None:
         mh.launch(os.getpid, workers=2, engine="spark:master=local[2]")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spark")
 def test_a_cluster_that_is_busy_is_not_waited_for_for_ever() -> None:
     with pytest.raises(

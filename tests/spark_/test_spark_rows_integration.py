@@ -144,6 +144,7 @@ def test_files_and_streams_in_one_run(spark: Any, tmp_path: Path) -> None:
         labels(Spark(), (framed(tmp_path),), 2)
 
 
+@pytest.mark.slow
 def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
     numbered(spark, [3, 2]).write.parquet(str(tmp_path / "a b%"))
     table = spark.read.parquet(str(tmp_path / "a b%"))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -51,3 +56,40 @@ def test_a_dataframe_needs_the_engine_that_brings_it(spark: Any) -> None:
     table = spark.range(4).selectExpr("id as x", "id as y")
     with pytest.raises(Unsupported, match=r"engine local cannot read a Spark DataFrame: give engine='spark'"):
         mh.train(digits(train_data=mh.spark.frame(table, features="x", label="y")), engine="local")
+
+
+@dataclass
+class KilledOnce:
+    """A loss that ends its process, worker 1's, at its so manieth call, once."""
+
+    mark: Path
+    call: int = 60
+    calls: int = 0
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.call and mh.worker().rank == 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        inputs, targets = batch
+        return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spark")
+def test_a_run_whose_stage_failed_starts_again(tmp_path: Path) -> None:
+    """A barrier stage lives and dies as one: another one goes on from the newest checkpoint."""
+    given = {"workers": 2, "run_dir": tmp_path / "run", "survive": "max_restarts=1"}
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        run = mh.train(digits(epochs=EPOCHS, loss=KilledOnce(tmp_path / "mark")), engine="spark", **given)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert (tmp_path / "mark").exists()
+    same = digits(epochs=EPOCHS, loss=KilledOnce(tmp_path / "mark"))  # which is not killed any more
+    here = mh.train(same, engine="local", workers=2, threads_per_worker=1)
+    assert torch.equal(run.parameters, here.parameters)
+    assert [one["step"] for one in run.restarts] == [41]
+    assert run.rows["total"] == here.rows["total"]
+    with pytest.raises(Unsupported, match="max_restarts alone"):
+        mh.train(digits(), engine="spark", workers=2, survive="max_losses=1")

@@ -51,6 +51,7 @@ def test_neighbours_wait_until_the_agent_lets_go() -> None:
     wait_until_over(place)  # nothing is there any more
 
 
+@pytest.mark.slow
 def test_neighbours_do_not_wait_for_a_dead_agent() -> None:
     script = "from manyhands.engines.spark.stage import Busy\nbusy = Busy()\nprint(busy.place, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:

@@ -15,6 +15,7 @@ from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
 from manyhands.replica.replica import Replica
 from preempting import Preempting
+from slow_cases import slow_after
 
 
 def task(**fields: Any) -> mh.Task:
@@ -25,8 +26,9 @@ def train(given: mh.Task, local: Local, strategy: str, workers: int = 3, **optio
     return mh.train(given, engine=local, strategy=strategy, workers=workers, threads_per_worker=1, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["gossip", "gossip:graph=random,weights=push-sum,period=2", "gossip:graph=pairs,bound=0"]
+    "strategy", slow_after(1, ["gossip", "gossip:graph=random,weights=push-sum,period=2", "gossip:graph=pairs,bound=0"])
 )
 def test_in_step_it_is_the_same_bits_twice(strategy: str, local: Local) -> None:
     """Semantic 7"""
@@ -42,6 +44,7 @@ def test_one_worker_is_a_plain_loop(strategy: str, local: Local) -> None:
     assert torch.equal(runs[0].parameters, runs[1].parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -59,6 +62,7 @@ def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, t
     assert torch.equal(train(task(**given), local, strategy, run_dir=folder, resume=True).parameters, whole.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["gossip:graph=random,weights=push-sum", "gossip:graph=pairs"])
 @pytest.mark.parametrize(
     "workers", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]

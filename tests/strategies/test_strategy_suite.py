@@ -87,7 +87,12 @@ EXACT = ("solo", "allreduce", "local-sgd", "gossip", "ensemble", "quorum", "hogw
 RACES = ("repeat", "resume", "round_of_nothing")  # which gradients count depends on who is first
 
 
-PAPERS = [(s, c) for s in STRATEGIES for c in STRATEGY_SUITE if c != "plain_loop" or s.partition(":")[0] in EXACT]
+PAPERS = [
+    pytest.param(s, c, marks=pytest.mark.slow if c == "resume" and ":" in s else ())  # more than a second each
+    for s in STRATEGIES
+    for c in STRATEGY_SUITE
+    if c != "plain_loop" or s.partition(":")[0] in EXACT
+]
 
 
 @pytest.mark.parametrize(("spec", "check"), PAPERS)

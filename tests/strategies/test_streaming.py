@@ -261,6 +261,7 @@ class StopAfter(Callback):
         return "stop" if event.step >= self._step else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [

@@ -54,6 +54,7 @@ def test_validation_counts_the_plain_loss():
     assert not torch.equal(metrics["loss"][0], smoothed_cross_entropy(model(x), y))
 
 
+@pytest.mark.slow
 def test_it_reads_97_percent_of_the_test_scans():
     task = digits(epochs=8)
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ class Line(SoloDriverClient):
         super().__init__()
         self.lease_server, self.rank, self.hindrance = lease_server, rank, hindrance
 
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         if self.hindrance:
             self.hindrance(self.rank)
         return self.lease_server.lease(replica, segment)

@@ -8,6 +8,7 @@ from test_strategy_suite import STRATEGIES
 
 import manyhands as mh
 import plain
+from slow_cases import slow_after
 
 VALIDATION = plain.rows(23, seed=2)
 
@@ -17,7 +18,7 @@ def evaluated(model: torch.nn.Module) -> float:
         return float(plain.cross_entropy(model, VALIDATION))
 
 
-@pytest.mark.parametrize(("validate_every", "epochs"), [(1, 2), (5, 1)])
+@pytest.mark.parametrize(("validate_every", "epochs"), slow_after(1, [(1, 2), (5, 1)]))
 @pytest.mark.parametrize(
     "strategy", [spec for spec in STRATEGIES if spec != "hogwild"]
 )  # no engine shares memory in a process

@@ -111,6 +111,7 @@ def test_it_trains_as_a_float32_model_does(spec: str) -> None:
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["hogwild", "allreduce", "local-sgd:period=2", "downpour"])
 def test_on_worker_processes(spec: str, local: mh.Local) -> None:
     run = mh.train(task(), strategy=spec, workers=2, engine=local, callbacks=[])

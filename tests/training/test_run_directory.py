@@ -172,6 +172,7 @@ def test_killed_at_any_write_it_is_resumed_as_if_never_interrupted() -> None:
         )  # the killed one's goes with the next
 
 
+@pytest.mark.slow
 def test_killed_while_it_goes_on_the_finished_run_or_a_longer_one_is_there() -> None:
     """Its files are replaced one by one."""
     whole = train()
@@ -249,14 +250,14 @@ def test_without_locks_the_earlier_driver_ends_and_the_later_ones_run_is_whole(t
 def test_what_a_checkpoint_counts_is_on_the_disk_before_its_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks, finish = list[tuple[int, list[int]]](), checkpoints._finish
+    ticks, finish = list[tuple[int, list[int]]](), checkpoints._write_manifest
 
     def look(partial: Path, final: Path, *rest: Any) -> None:
         lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
         ticks.append((int(final.name[5:]), [one["tick"] for one in map(json.loads, lines) if one["type"] == "step"]))
         finish(partial, final, *rest)
 
-    monkeypatch.setattr(checkpoints, "_finish", look)
+    monkeypatch.setattr(checkpoints, "_write_manifest", look)
     train(run_dir=tmp_path / "run", checkpoint_every=2)
     assert len(ticks) == 5
     for tick, written in ticks:

@@ -15,6 +15,7 @@ import manyhands as mh
 import plain
 from manyhands.checkpoint.paths import RemotePath
 from manyhands.engines.local.engine import Local
+from slow_cases import slow_after
 
 
 class KillingOne:
@@ -34,7 +35,8 @@ def train(local: Local, workers: int = 2, **options: Any) -> mh.Run:
     return mh.train(plain.task(epochs=4), engine=local, workers=workers, threads_per_worker=1, **options)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "easgd:bound=0,period=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", slow_after(1, ["allreduce", "easgd:bound=0,period=2"]))
 def test_killed_after_a_checkpoint_and_resumed_from_a_url_is_uninterrupted(
     strategy: str, local: Local, tmp_path: Path
 ) -> None:
@@ -58,6 +60,7 @@ def test_killed_after_a_checkpoint_and_resumed_from_a_url_is_uninterrupted(
     assert not [name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("manyhands-")]
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_from_a_url(local: Local, tmp_path: Path) -> None:
     url = f"local://{tmp_path}/run"
     train(local, run_dir=url, epochs=2)

@@ -20,6 +20,7 @@ import plain
 from manyhands.callbacks.base import Callback
 from manyhands.engines.local.engine import Local
 from manyhands.events import Event
+from slow_cases import slow_after
 
 
 def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
@@ -38,7 +39,7 @@ def apart(a: mh.Run, b: mh.Run) -> float:
     return float((a.parameters - b.parameters).abs().max())
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", slow_after(1, ["sgd", "momentum", "adamw"]))
 def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
     """CASE 2: through train() with a cosine schedule and 39 rows in batches of 12; validation and test metrics too."""
     given = task(
@@ -55,8 +56,10 @@ def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
     assert four.ledger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end", "ensemble"]
+    "strategy",
+    slow_after(1, ["allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end", "ensemble"]),
 )
 def test_the_same_seed_gives_the_same_bits(strategy: str, local: Local) -> None:
     given = task(model=Dropping, train_data=plain.rows(36), validation_data=plain.rows(17, seed=2))
@@ -84,6 +87,7 @@ def draw() -> float:
     return float(torch.rand(()))
 
 
+@pytest.mark.slow
 def test_an_ensemble_has_n_models_and_averages_their_outputs(local: Local) -> None:
     run = train(task(test_data=plain.rows(17, seed=2)), local, 3, strategy="ensemble")
     assert len(run.models) == 3
@@ -105,6 +109,7 @@ def test_streams_of_unequal_length_end_together(local: Local) -> None:
         assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
 
 
+@pytest.mark.slow
 def test_ten_shards_on_two_workers(local: Local) -> None:
     """CASE 18: one of 5,120 rows, eight of 6,144, one of 5,728; five shards a worker, of unequal sums."""
     lengths = [5120, *[6144] * 8, 5728]
@@ -140,7 +145,8 @@ class Sharded(torch.utils.data.IterableDataset):
         return iter(list(zip(x, y, strict=True)))
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "local-sgd:period=end"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", slow_after(1, ["allreduce", "local-sgd:period=3", "local-sgd:period=end"]))
 def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, tmp_path: Path) -> None:
     """CASE 19: on two workers, with dropout and batch-norm."""
     given = task(model=Dropping, train_data=plain.rows(36), epochs=5, validation_data=plain.rows(5))
@@ -165,6 +171,7 @@ class StopAfter(Callback):
         return "stop" if self.left == 0 else None
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local, tmp_path: Path) -> None:
     whole = train(task(epochs=4, schedule=None), local, 1)
     train(task(epochs=2, schedule=None), local, 2, run_dir=tmp_path / "run")
@@ -182,6 +189,7 @@ def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
         assert run.seconds < 5
 
 
+@pytest.mark.slow
 def test_an_ensembles_best_is_each_members_own(local: Local, tmp_path: Path) -> None:
     data = plain.rows(36)
     given = task(model=Dropping, train_data=data, validation_data=(data[0], (data[1] + 1) % 3), epochs=6, schedule=None)
@@ -215,6 +223,7 @@ def test_bad_input_found_on_workers_is_bad_input(local: Local) -> None:
         train(task(loss=lambda model, batch: model(batch[0])), local, 2)
 
 
+@pytest.mark.slow
 def test_nan_of_one_worker_is_seen_by_all_alike(local: Local) -> None:
     x, y = plain.rows(39)
     x[3] = float("nan")
@@ -237,6 +246,7 @@ def test_a_dead_worker_ends_the_run(local: Local) -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_loader_workers_and_a_dataloaders_own_batch_size(local: Local) -> None:
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=1
@@ -291,12 +301,12 @@ class KillingTheDriver:
 
     def __call__(self, model, batch):
         if not self.patched and mh.worker().rank == 0:
-            finish, self.patched = checkpoints._finish, True
+            finish, self.patched = checkpoints._write_manifest, True
             def killing(partial, final, *rest):
                 finish(partial, final, *rest)
                 if final.name == "step-00000004":
                     os.kill(self.driver, signal.SIGKILL)
-            checkpoints._finish = killing
+            checkpoints._write_manifest = killing
         return plain.cross_entropy(model, batch)
 
 mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)

@@ -249,6 +249,7 @@ def fails(folder: str) -> None:
     mh.train(plain.task(loss=Failing()), run_dir=Path(folder) / "run")
 
 
+@pytest.mark.slow
 def test_a_ranks_events_outlive_its_failure(local: Local, tmp_path: Path) -> None:
     """Each writes its own file as they happen: nothing waits for the epoch's end."""
     with pytest.raises(mh.WorkerFailed, match="on purpose"):
@@ -284,6 +285,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     assert not list(tmp_path.glob("manyhands*"))
 
 
+@pytest.mark.slow
 def test_in_a_script_that_manyhands_runs(
     local: Local, script: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -415,6 +417,7 @@ def shared_memory_growth(train: Callable[[], None]) -> int:
     return shared_memory() - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_train, by_prepare])
 def test_shared_memory_is_given_back_between_trainings(local: Local, train: Callable[[], None]) -> None:
     """Each takes 4 MB for each of parameters, gradients and AdamW's moments."""

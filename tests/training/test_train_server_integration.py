@@ -17,6 +17,7 @@ from manyhands.errors import Preempted, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording import event_log
 from preempting import Preempting
+from slow_cases import slow_after
 
 OWN_PACE = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "diloco:period=3,via=server", "hogwild")
 IN_STEP = (
@@ -52,7 +53,7 @@ def steps(folder: Path) -> list[Event]:
     return [event for event in event_log.read(folder / event_log.FILE) if event.type == "step"]
 
 
-@pytest.mark.parametrize("strategy", OWN_PACE)
+@pytest.mark.parametrize("strategy", slow_after(2, OWN_PACE))
 def test_every_row_once_and_it_learns(strategy: str, local: Local, tmp_path: Path) -> None:
     """Semantic 2, for workers of their own pace."""
     given = task(validation_data=learnable(130))
@@ -69,7 +70,7 @@ def test_every_row_once_and_it_learns(strategy: str, local: Local, tmp_path: Pat
     assert (sum(run.staleness.values()) > 0) is (strategy != "hogwild")
 
 
-@pytest.mark.parametrize("strategy", IN_STEP)
+@pytest.mark.parametrize("strategy", slow_after(1, IN_STEP))
 def test_in_step_it_is_the_same_bits_twice(strategy: str, local: Local) -> None:
     """Semantic 7; staleness 0. (CASE 11)"""
     runs = [train(task(), local, strategy) for _ in range(2)]
@@ -87,26 +88,32 @@ def test_one_worker_is_a_plain_loop(strategy: str, local: Local) -> None:
     assert (train(given, local, strategy, 1).parameters - train(given, local, "solo", 1).parameters).abs().max() < 1e-14
 
 
+@pytest.mark.slow
 def test_quorum_of_all_is_allreduce(local: Local) -> None:
     quorum, allreduce = (train(task(), local, strategy) for strategy in ("quorum", "allreduce"))
     assert (quorum.parameters - allreduce.parameters).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_shards_do_not_change_the_result(local: Local) -> None:
     one, three = (train(task(), local, "downpour:bound=0", servers=servers) for servers in (1, 3))
     assert (one.parameters - three.parameters).abs().max() < 1e-14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "workers"),
-    [
-        ("downpour", 3),
-        ("agn:window=2,bound=2", 3),
-        ("easgd:period=2", 3),
-        ("diloco:period=4,via=server", 3),
-        ("downpour", 2),
-        ("diloco:period=4,via=server", 2),
-    ],
+    slow_after(
+        2,
+        [
+            ("downpour", 3),
+            ("agn:window=2,bound=2", 3),
+            ("easgd:period=2", 3),
+            ("diloco:period=4,via=server", 3),
+            ("downpour", 2),
+            ("diloco:period=4,via=server", 2),
+        ],
+    ),
 )
 def test_stopped_half_way_and_resumed_every_row_is_trained_once(
     strategy: str, workers: int, local: Local, tmp_path: Path
@@ -122,7 +129,8 @@ def test_stopped_half_way_and_resumed_every_row_is_trained_once(
     assert sorted(leases(folder)) == (whole if workers == 3 else [(e, b, p) for e, b, p in whole if e == 0 or p < 2])
 
 
-@pytest.mark.parametrize(("before", "after"), [(30, "epoch"), ("epoch", 30)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), slow_after(1, [(30, "epoch"), ("epoch", 30)]))
 def test_resumed_with_other_meetings_every_row_is_trained_once(
     before: str | int, after: str | int, local: Local, tmp_path: Path
 ) -> None:
@@ -135,6 +143,7 @@ def test_resumed_with_other_meetings_every_row_is_trained_once(
     assert sorted(leases(folder)) == [(0, b, p) for b in range(60) for p in range(3)]
 
 
+@pytest.mark.slow
 def test_in_step_interrupted_and_resumed_is_uninterrupted(local: Local, tmp_path: Path) -> None:
     """CASE 19: the server's momentum and versions included."""
     strategy = "downpour:bound=0,rule=sgd,outer_rate=0.7,outer_momentum=0.8,push_every=3,pull_every=3"
@@ -167,6 +176,7 @@ class Killed:
         return plain.cross_entropy(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["downpour", "downpour:bound=1", "quorum", "hogwild"])
 def test_a_worker_that_dies_ends_the_run_by_name(strategy: str, local: Local) -> None:
     with pytest.raises(WorkerFailed, match=r"worker 1 on .* was killed by signal 9") as caught:

@@ -163,6 +163,16 @@ def test_silence_ends_and_the_channel_goes_on(sort):
         far.receive_into(torch.zeros(2))
 
 
+@pytest.mark.parametrize("sort", SORTS)
+def test_another_timeout_holds_from_the_next_wait_on(sort):
+    with channels(sort, timeout_s=60) as (_, far):
+        far.set_timeout(0.05)
+        start = time.monotonic()
+        with pytest.raises(ChannelTimeout, match=r"transferred nothing for 0\.05 s"):
+            far.receive()
+        assert time.monotonic() - start < 5
+
+
 def test_silence_in_the_middle_closes():
     with raw(timeout_s=0.05) as (channel, far):
         far.sendall(b"MHn")

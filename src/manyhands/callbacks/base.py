@@ -17,7 +17,9 @@ class Callback:
     `on_epoch` or `on_validation` takes effect before the next step, so such runs are reproducible. `on_step` is called
     while the workers continue; after a stop they end together some steps later.
 
-    What a callback must remember when a run is resumed is its `state_dict`: it is saved with each checkpoint.
+    What a callback must remember when a run is resumed is its `state_dict`: it is saved with each checkpoint. Where a
+    run starts again by itself (`max_restarts`), callbacks see one run: `on_notice` gets a `change` of kind "restart",
+    then `load_state_dict` what was remembered at the checkpoint, and the steps after it come again.
     """
 
     def check(self, task: Task) -> None:
@@ -39,7 +41,7 @@ class Callback:
         return None
 
     def on_notice(self, event: Event) -> None:
-        """After a checkpoint, a warning, or a request to stop."""
+        """After a checkpoint, a warning, a fault, a change of the members, a restart, or a request to stop."""
 
     def on_end(self, event: Event) -> None:
         """After the run: type "end" with {metrics, seconds}, or "failed" with {error, message}. Always the last call."""

@@ -56,6 +56,7 @@ class Tracker(Callback):
         self._newest: dict[str, float] = {}  # metrics of the newest validation
         self._best: dict[str, float] = {}  # of the one that `keep` kept
         self._step = 0  # the last one that was queued
+        self._sent = -1  # up to this step all was, before the run started again from a checkpoint
         self._opened = threading.Event()  # or failed to open: `_problem`
         self._problem: BaseException | None = None
         self._failed = threading.Event()
@@ -102,18 +103,28 @@ class Tracker(Callback):
 
     @override
     def on_step(self, event: Event) -> None:
+        if event.step <= self._sent:
+            return
         self._enqueue(event.step, {name: event.values[name] for name in STEP_VALUES if event.values[name] is not None})
         self._enqueue_validations(event.step)
 
     @override
     def on_validation(self, event: Event) -> None:
         self._newest = event.values["metrics"]
+        if event.step <= self._sent:
+            return
         numbers = dict(self._newest)
         if event.values.get("best"):
             self._best = self._newest
             numbers |= {f"best_{name}": value for name, value in self._best.items()}
         self._waiting.append((event.step, numbers))
         self._enqueue_validations(self._step)
+
+    @override
+    def on_notice(self, event: Event) -> None:
+        if event.type == "change" and event.values["kind"] == "restart":
+            self._sent = self._step
+            self._waiting.clear()
 
     @override
     def on_end(self, event: Event) -> None:

@@ -23,8 +23,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from typing_extensions import override
 
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
@@ -46,6 +47,7 @@ MANIFEST = "manifest.json"
 _TOKEN_BYTES = 8
 _MOST_TIMES, _MOST_MORE_BYTES = 8, 64 << 20  # how long another rank's file may be, see `_write_parts`
 _PIECE_BYTES = 64 << 20
+_WRITTEN_BYTES = 8 << 20  # at once, see `write_pieces`
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _UNFINISHED = re.compile(rf"{_NAME.pattern}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.partial")
 _DAMAGE = (OSError, ValueError, RecursionError)  # what reading a damaged file raises
@@ -76,14 +78,14 @@ class Checkpoint:
         return hashlib.sha256("".join(part.sha256 for part in self.parts.values()).encode()).hexdigest()
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        return load_tensors(self.path / _names(rank)[0])
+        return load_tensors(self.path / names_of(rank)[0])
 
     def reader(self, rank: int) -> SavedTensors:
         """The same, read one by one."""
-        return SavedTensors(self.path / _names(rank)[0])
+        return SavedTensors(self.path / names_of(rank)[0])
 
     def values(self, rank: int) -> dict[str, Any]:
-        return dict(json.loads((self.path / _names(rank)[1]).read_text()))
+        return dict(json.loads((self.path / names_of(rank)[1]).read_text()))
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -155,27 +157,67 @@ def save(
     No rank writes where another one chooses: every rank knows `folder` and the names of all files, and takes from
     the others a random token, lengths within bounds, and digests. ManyhandsError for anything else.
     """
-    final = folder / _name(tick)
-    token = _begin(folder, tick, claim, warn) if group.rank == 0 else ""
-    token = group.all_gather_json(token)[0]
+    token = begin(folder, tick, claim, warn) if group.rank == 0 else ""
+    partial = partial_of(folder, tick, group.all_gather_json(token)[0])
+    parts = _write_parts(partial, group, _files(group.rank, tensors, values))
+    if group.rank == 0:
+        finish(folder, tick, partial, group.size, parts, claim, warn)
+    group.barrier()
+    return folder / _name(tick)
+
+
+def begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
+    """Make the empty folder `partial_of`; its token. On a URL it is the final folder, cleared of unfinished files."""
+    if claim is not None:
+        claim.check()
+    token = secrets.token_hex(_TOKEN_BYTES)
+    partial = partial_of(folder, tick, token)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if old == partial or _is_unfinished(old):
+            remove(old, warn)
+    partial.mkdir()
+    return token
+
+
+def remove_unfinished(folder: AnyPath, warn: Warn) -> None:
+    """What interrupted saves left behind, where nobody saves any more."""
+    for old in folder.iterdir():
+        if _is_unfinished(old):
+            remove(old, warn)
+
+
+def partial_of(folder: AnyPath, tick: int, token: object) -> AnyPath:
+    """Where the parts are written: on a disk a folder whose token no other host's folder has by chance. ManyhandsError
+    for a token that `begin` does not give."""
     if not (isinstance(token, str) and re.fullmatch(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}", token)):
         raise ManyhandsError(
             f"worker 0 sent {token!r:.80} as the name of a new checkpoint, which is not valid: install the same "
             "version of manyhands on all hosts"
         )
-    partial = _partial(folder, tick, token)
-    parts = _write_parts(partial, group, _files(group.rank, tensors, values))
-    if group.rank == 0:
-        digests = {name: part.sha256 for name, part in parts.items()}
-        manifest: dict[str, Any] = {"format": FORMAT, "tick": tick, "ranks": group.size, "sha256": digests}
-        if claim is not None:
-            claim.check()  # writing the parts took its time
-            manifest["launch"] = claim.number
-        _finish(partial, final, json.dumps(manifest, indent=1).encode(), warn)
-        discard_newer(folder, tick, warn)
-        for old in _folders(folder)[:-KEPT]:
-            _remove(old, warn)
-    group.barrier()
+    return folder / (_name(tick) if isinstance(folder, RemotePath) else f"{_name(tick)}.{token}.partial")
+
+
+def finish(
+    folder: AnyPath,
+    tick: int,
+    partial: AnyPath,
+    ranks: int,
+    parts: dict[str, CheckpointFile],
+    claim: Claim | None,
+    warn: Warn,
+) -> AnyPath:
+    """Make a checkpoint of a folder that has all parts, by its manifest and its name; remove those that are too old."""
+    final = folder / _name(tick)
+    digests = {name: part.sha256 for name, part in parts.items()}
+    manifest: dict[str, Any] = {"format": FORMAT, "tick": tick, "ranks": ranks, "sha256": digests}
+    if claim is not None:
+        claim.check()  # writing the parts took its time
+        manifest["launch"] = claim.number
+    _write_manifest(partial, final, json.dumps(manifest, indent=1).encode(), warn)
+    discard_newer(folder, tick, warn)
+    for old in _folders(folder)[:-KEPT]:
+        remove(old, warn)
     return final
 
 
@@ -208,7 +250,7 @@ def within_reach(saved: Checkpoint, group: Group) -> Iterator[Checkpoint]:
         for name, part in saved.parts.items():
             copy = Path(os.devnull) if seen else Path(folder) / name
             with (saved.path / name).open("rb") if group.rank == source else copy.open("wb") as file:
-                _bring(group, file, name, part, source, to_all=True)
+                _bring(group, file, name, part, source, target=None)
         yield saved if seen else replace(saved, path=Path(folder))
 
 
@@ -216,7 +258,7 @@ def discard_newer(folder: AnyPath, tick: int, warn: Warn = lambda message: None)
     """Remove checkpoints newer than `tick`, where the run resumes: `newest` rejected them, and they must not count."""
     for path in _folders(folder):
         if _tick(path) > tick:
-            _remove(path, warn)
+            remove(path, warn)
 
 
 def newest(folder: AnyPath, warn: Warn) -> Checkpoint | None:
@@ -297,7 +339,7 @@ def _manifest(path: AnyPath) -> dict[str, Any]:
         raise ValueError(
             f"its manifest must give the number of workers and list their files; it gives {ranks!r:.20} as the number"
         )
-    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in _names(rank)):
+    if len(digests) != 2 * ranks or any(name not in digests for rank in range(ranks) for name in names_of(rank)):
         raise ValueError(
             f"its manifest must list two files for each worker (workers: {ranks!r:.20}, files listed: {len(digests)})"
         )
@@ -310,26 +352,7 @@ def digest_of(path: AnyPath) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _begin(folder: AnyPath, tick: int, claim: Claim | None, warn: Warn) -> str:
-    """Make the empty folder `_partial`; its token. On a URL it is the final folder, cleared of unfinished files."""
-    if claim is not None:
-        claim.check()
-    token = secrets.token_hex(_TOKEN_BYTES)
-    partial = _partial(folder, tick, token)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old == partial or _is_unfinished(old):
-            _remove(old, warn)
-    partial.mkdir()
-    return token
-
-
-def _partial(folder: AnyPath, tick: int, token: str) -> AnyPath:
-    """Where the parts are written: on a disk a folder whose token no other host's folder has by chance."""
-    return folder / (_name(tick) if isinstance(folder, RemotePath) else f"{_name(tick)}.{token}.partial")
-
-
-def _names(rank: int) -> tuple[str, str]:
+def names_of(rank: int) -> tuple[str, str]:
     """The files of a rank's part. Nobody says these names: every rank knows them."""
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
@@ -337,23 +360,23 @@ def _names(rank: int) -> tuple[str, str]:
 def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
     # copies: a view would save all its storage
     own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return dict(zip(_names(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
+    return dict(zip(names_of(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
 
 
-def _finish(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> None:
-    """Make a checkpoint of a folder that has all parts, by its manifest and its name."""
+def _write_manifest(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> None:
+    """The last file of a checkpoint; then it has its name."""
     if isinstance(partial, RemotePath) or isinstance(final, RemotePath):
         write_whole(final / MANIFEST, manifest)
         return
     _write(partial / MANIFEST, manifest)
     _sync_folder(partial)
     if os.path.lexists(final):
-        _remove(final, warn)
+        remove(final, warn)
     partial.rename(final)
     _sync_folder(final.parent)
 
 
-def _remove(path: AnyPath, warn: Warn) -> None:
+def remove(path: AnyPath, warn: Warn) -> None:
     """Remove a folder with its contents, a file, or a link itself; `warn` names what cannot be removed."""
     if isinstance(path, RemotePath):
         path.remove()
@@ -383,26 +406,85 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
     most = _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
     announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
     if isinstance(partial, RemotePath):
-        found = partial.sizes()
         for rank, (_, parts) in enumerate(announced):
-            for name, part in parts.items():
-                if found.get(name) != part.bytes:
-                    raise ManyhandsError(
-                        f"worker {rank} wrote {name} ({part.bytes} bytes) to {partial}, and worker 0 sees "
-                        f"{found.get(name, 'no')} bytes there: give a run directory (run_dir=, --run-dir) that all "
-                        "hosts share"
-                    )
+            check_sizes(partial, parts, f"worker {rank}", "worker 0")
     else:
         for rank, (there, parts) in enumerate(announced):
             for name, part in parts.items() if not there else ():
-                with _synced(partial / name) as file:
+                with synced(partial / name) as file:
                     _bring(group, file, name, part, rank)
     return {name: part for _, parts in announced for name, part in parts.items()}
 
 
+def send_parts(
+    partial: Path, group: Group, seen: Sequence[bool], files: dict[str, bytes], own_bytes: int
+) -> tuple[list[CheckpointFile], OSError | None]:
+    """The parts of ranks that do not see the folder, sent to the first one that does; a collective, where one does.
+
+    files: this rank's, {} where it sees the folder; own_bytes: how long those would be. What this rank sent, and what
+    kept it from writing what came: it takes all of that in any case, because the others send it.
+    """
+    keeper = seen.index(True)
+    own = {name: CheckpointFile(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    everyone = group.all_gather_json({"seen": not files, "parts": [asdict(part) for part in own.values()]})
+    if group.rank != keeper:
+        for name, part in own.items():
+            _bring(group, io.BytesIO(files[name]), name, part, group.rank, target=keeper)
+        return list(own.values()), None
+    problem: OSError | None = None
+    most = _MOST_TIMES * own_bytes + _MOST_MORE_BYTES  # as in `_write_parts`
+    for rank, said in enumerate(everyone):
+        for name, part in _announced(rank, said, most)[1].items() if not seen[rank] else ():
+            with _Received(partial / name) as file:
+                _bring(group, file, name, part, rank, target=keeper)
+            problem = problem or file.problem
+    return [], problem
+
+
+class _Received(io.RawIOBase):
+    """A file that takes all that is written to it; `problem` is why it is not on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.problem: OSError | None = None
+        self._stack = ExitStack()
+        with self._noted():
+            self._file = self._stack.enter_context(synced(path))
+
+    @override
+    def write(self, data: Any) -> int:
+        if self.problem is None:
+            with self._noted():
+                self._file.write(data)
+        return len(data)
+
+    @override
+    def close(self) -> None:
+        with self._noted():
+            self._stack.close()
+        super().close()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            self.problem = self.problem or problem
+
+
+def check_sizes(partial: RemotePath, parts: dict[str, CheckpointFile], writer: str, reader: str) -> None:
+    """ManyhandsError where the reader sees other files than the writer has written: two places have one name."""
+    found = partial.sizes()
+    for name, part in parts.items():
+        if found.get(name) != part.bytes:
+            raise ManyhandsError(
+                f"{writer} wrote {name} ({part.bytes} bytes) to {partial}, and {reader} sees {found.get(name, 'no')} bytes "
+                "there: give a run directory (run_dir=, --run-dir) that all hosts share"
+            )
+
+
 def _announced(rank: int, said: Any, most: int) -> tuple[bool, dict[str, CheckpointFile]]:
     """(whether this rank sees the folder, its parts by name) of what it says; ManyhandsError where that cannot be."""
-    names = _names(rank)
+    names = names_of(rank)
     seen, parts = (said.get("seen"), said.get("parts")) if isinstance(said, dict) else (None, None)
     files = parts if isinstance(parts, list) and len(parts) == len(names) else []
     if not isinstance(seen, bool) or not files or not all(_is_file(part, most) for part in files):
@@ -435,9 +517,15 @@ def _holds(saved: Checkpoint) -> bool:
 
 
 def _bring(
-    group: Group, file: io.BufferedIOBase, name: str, part: CheckpointFile, source: int, *, to_all: bool = False
+    group: Group,
+    file: io.BufferedIOBase | io.RawIOBase,
+    name: str,
+    part: CheckpointFile,
+    source: int,
+    *,
+    target: int | None = 0,
 ) -> None:
-    """One file from rank `source`, who reads it from `file`, to rank 0 or `to_all`, who write it there.
+    """One file from rank `source`, who reads it from `file`, to rank `target` (None: to all), who write it there.
 
     It comes in pieces, so that no announced length decides how much memory is taken. ManyhandsError where something
     else came than was announced.
@@ -451,10 +539,10 @@ def _bring(
                 f"{name} became shorter than {part.bytes} bytes while it was sent to other hosts. Make sure that "
                 "nothing else changes the run directory, and start again with resume=True (--resume)"
             )
-        if to_all:
+        if target is None:
             group.broadcast_(piece, source)
         elif group.rank == source:
-            group.send(piece, 0)
+            group.send(piece, target)
         else:
             group.receive_(piece, source)
         if group.rank != source:
@@ -473,12 +561,74 @@ def _write(path: AnyPath, data: bytes) -> None:
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
-    with _synced(path) as file:
+    with synced(path) as file:
         file.write(data)
 
 
+def write_pieces(path: AnyPath, pieces: Iterable[bytes | memoryview]) -> CheckpointFile:
+    """Write a file piece by piece, so that other threads go on; on a disk it is synced. Where that fails it is removed."""
+    found, size = hashlib.sha256(), 0
+    try:
+        with path.create() if isinstance(path, RemotePath) else synced(path) as file:
+            for piece in pieces:
+                file.write(piece)
+                found.update(piece)
+                size += len(piece)
+    except OSError:
+        if isinstance(path, Path):
+            path.unlink(missing_ok=True)
+        raise
+    return CheckpointFile(size, found.hexdigest())
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The safetensors file of these tensors, which are contiguous and on the CPU; no tensor is copied.
+
+    What the library's own `save` makes, which copies all and lets no other thread go on meanwhile. The format:
+    https://huggingface.co/docs/safetensors, 8 bytes with the header's length, a JSON header padded to 8 bytes, then the
+    tensors' bytes, here those of the widest numbers first.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, end = dict[str, Any](), 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        if tensor.dtype not in _DTYPES:
+            raise ManyhandsError(
+                f"{name} is of {tensor.dtype}, for which safetensors has no name: use another type for what the run saves"
+            )
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        whole = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(whole), _WRITTEN_BYTES):
+            yield whole[start : start + _WRITTEN_BYTES]
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
 @contextmanager
-def _synced(path: Path) -> Iterator[io.BufferedWriter]:
+def synced(path: Path) -> Iterator[io.BufferedWriter]:
     """A file to write; it is on the disk afterwards."""
     with path.open("wb") as file:
         yield file

@@ -98,6 +98,12 @@ class RemotePath:
         with self._reached("write") as (system, path):
             system.pipe_file(path, data)
 
+    @contextmanager
+    def create(self) -> Iterator[BinaryIO]:
+        """A file to write piece by piece, as `write_bytes`."""
+        with self._reached("write") as (system, path), system.open(path, "wb") as file:
+            yield file
+
     def write_whole(self, source: BinaryIO) -> None:
         """All of `source`, under the name with `PARTIAL` at its end first: under its own there is never a part of it.
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,20 @@ from manyhands.strategies.base import State
 
 Tensors = dict[str, Tensor]
 Parts = tuple[Tensors, dict[str, Any]]  # tensors by name, JSON values
+
+
+class Snapshot(Protocol):
+    """What `restore` reads: a checkpoint on disk, or a worker's state as another takes it over."""
+
+    @property
+    def ranks(self) -> int:
+        """Whose states it holds."""
+
+    def reader(self, rank: int) -> Mapping[str, Tensor]:
+        """A rank's tensors by name, each read when it is asked for."""
+
+    def values(self, rank: int) -> dict[str, Any]:
+        """A rank's JSON values."""
 
 
 def declared(replica: Replica) -> dict[str, Any]:
@@ -73,7 +87,7 @@ def capture(
 
 
 def restore(
-    checkpoint: Checkpoint,
+    checkpoint: Snapshot,
     replica: Replica,
     state: State,
     rank: int,

@@ -17,6 +17,8 @@ from manyhands.checkpoint.paths import path_of
 from manyhands.cli import evidence, options, tables
 from manyhands.cli.config import text_of
 from manyhands.cli.options import stamped, task_fields, with_fields
+from manyhands.engines.driver import supervisor
+from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
 from manyhands.units import count
 
@@ -65,6 +67,7 @@ def main() -> None:
             err=True,
         )
         sys.exit(BadInput.exit_code)
+    supervisor.command = list(sys.argv)
     app(prog_name="manyhands")
 
 
@@ -110,7 +113,7 @@ def manyhands(
 def train(
     ctx: typer.Context,
     task: options.TrainedTask = None,
-    workers: options.Workers = None,
+    workers: options.ElasticWorkers = None,
     strategy: options.Strategy = "allreduce",
     engine: options.Engine = "auto",
     servers: options.Servers = 1,
@@ -118,6 +121,10 @@ def train(
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
     max_seconds: options.MaxSeconds = None,
+    max_losses: options.MaxLosses = None,
+    max_restarts: options.MaxRestarts = None,
+    copies: options.Copies = None,
+    survive: options.Survival = None,
     listen: options.Listen = None,
     advertise: options.Advertise = None,
     local_workers: options.LocalWorkers = None,
@@ -165,6 +172,7 @@ def train(
     [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
     [bold]manyhands train digits -n 2 --print-config > run.toml[/bold]
     [bold]manyhands train --config run.toml --epochs 3[/bold]
+    [bold]manyhands train digits -n 4 --max-losses 2[/bold]
     [bold]manyhands train digits -n 4 --listen 10.0.0.1[/bold]
     [bold]manyhands train digits -n 64 -s downpour --network latency=1ms,bandwidth=1Gbit --compute row=1e-4,3=5x[/bold]
 
@@ -193,7 +201,13 @@ def train(
     engine = with_fields(engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile)
     if resume and run_dir is None:
         raise BadInput("--resume needs --run-dir: give the directory of the run to continue")
-    with _started(engine, workers) as place:
+    count, surviving = options.survival_of(workers, survive, max_losses, max_restarts, copies)
+    if surviving is not None and surviving.max_restarts and supervisor.is_wanted() and launchers.run_id() is None:
+        directory = run_dir or str(stamped("", task))
+        more = [] if run_dir else ["--run-dir", directory]
+        hosts = engine.partition(":")[0] == "hosts"
+        raise typer.Exit(supervisor.supervise(surviving.max_restarts, directory, more=more, hosts=hosts))
+    with _started(engine, count) as place:
         from manyhands.engines.cores import usable_cores
         from manyhands.engines.single_process import running_threads
         from manyhands.training.train import train as train_task
@@ -203,7 +217,8 @@ def train(
                 task,
                 strategy=strategy,
                 engine=place,
-                workers=workers,
+                workers=count,
+                survive=surviving,
                 servers=servers,
                 device=device,
                 threads_per_worker=threads_per_worker,
@@ -234,6 +249,7 @@ def run(
     roles: options.ScriptRoles = None,
     until: options.Until = None,
     tensorboard: options.ScriptTensorBoard = None,
+    max_restarts: options.MaxRestarts = None,
     debug: options.Debug = False,
 ) -> None:
     """Run a script on many workers: the same file that `python` runs alone.
@@ -268,6 +284,7 @@ def run(
             timeout_s=timeout,
             roles=cast,
             tensorboard=None if tensorboard is None else str(tensorboard),
+            max_restarts=max_restarts or 0,
         )
     raise typer.Exit(code)
 
@@ -335,7 +352,8 @@ def join(
     """Give workers of this host to a run on another, until it is over.
 
     The run was started there with --listen (--engine hosts), which printed this
-    command. MANYHANDS_CREDENTIALS names a copy of its credentials. What runs here
+    command. A run that survives lost workers takes hosts at any time; SIGTERM lets
+    this one leave in order. MANYHANDS_CREDENTIALS names a copy of its credentials. What runs here
     is the run's own code: join only runs that you trust.
 
     [bold]MANYHANDS_CREDENTIALS=run.pem manyhands join 10.0.0.1:40123 --workers 2[/bold]

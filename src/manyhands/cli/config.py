@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from manyhands.errors import BadInput, is_number, is_whole
+from manyhands.errors import BadInput, is_number, is_whole, whole_of
 from manyhands.spec import did_you_mean
 
 _NOT_IN_FILES = ("help", "config", "print_config", "debug")
@@ -56,6 +56,8 @@ def text_of(ctx: typer.Context) -> str:
             panel = own
         meaning = textwrap.wrap(getattr(parameter, "help", "") or "", _WIDTH)
         value = ctx.params[parameter.name]
+        if parameter.name == "workers" and value is not None:  # a number, or MIN:MAX
+            value = value if (number := whole_of(value)) is None else number
         given = f"# {parameter.name} =" if value is None else f"{parameter.name} = {_toml(value)}"
         lines += ["", *(f"# {line}" for line in meaning), given]
     return "\n".join(lines)
@@ -81,10 +83,10 @@ def _converted(name: str, kind: Any, value: Any, place: str) -> Any:
     elif float in kinds:
         wanted, right = "a number", is_number(value)
     else:
-        wanted, right = "a text", isinstance(value, str) or is_number(value)
+        wanted, right = "a text or a number", isinstance(value, str) or is_number(value)
     if not right:
         raise BadInput(f"{place}: {name} must be {wanted}, not {value!r}")
-    return str(value) if wanted == "a text" else value
+    return str(value) if wanted == "a text or a number" else value
 
 
 def _toml(value: Any) -> str:

@@ -16,8 +16,10 @@ import typer
 
 from manyhands.cli import config
 from manyhands.engines.roles import TRAINING, WORKER, Roles
+from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
+from manyhands.spec import parse
 from manyhands.strategies import CATALOGUE as STRATEGIES
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
@@ -46,6 +48,7 @@ def completing(catalogue: str) -> Callable[[str], list[str]]:
 _run = partial(typer.Option, rich_help_panel="The run")
 _task = partial(typer.Option, rich_help_panel="The task's fields (each overrides the task's own)")
 _hosts = partial(typer.Option, rich_help_panel="Several hosts")
+_survival = partial(typer.Option, rich_help_panel="Lost workers, and others that join")
 _frameworks = partial(typer.Option, rich_help_panel="Another framework's own cluster")
 _simulated = partial(typer.Option, rich_help_panel="A simulated cluster (engine sim)")
 _watch = partial(typer.Option, rich_help_panel="What is shown and kept")
@@ -85,6 +88,26 @@ Script = Annotated[Path, typer.Argument(help="A Python script that calls manyhan
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="All that follows the script is the script's.")]
 
 Workers = Annotated[int | None, _run("--workers", "-n", help="How many; default: one per GPU, else 1.")]
+ElasticWorkers = Annotated[
+    str | None,
+    _run(
+        "--workers",
+        "-n",
+        metavar="N|MIN:MAX",
+        help="How many; default: one per GPU, else 1. 2:4 starts with 4 and goes on with 2, whoever is lost.",
+    ),
+]
+MaxLosses = Annotated[
+    str | None, _survival("--max-losses", metavar="N|any", help="Lost workers that the run survives; default: 0.")
+]
+MaxRestarts = Annotated[
+    int | None, _survival("--max-restarts", help="How often the run may start again from its newest checkpoint.", min=0)
+]
+Copies = Annotated[int | None, _survival("--copies", help="Of each server shard: 2 is a primary and a backup.")]
+Survival = Annotated[
+    str | None,
+    _survival("--survive", metavar="SPEC", help="All that a run survives: max_losses=3,replace=false,silence_s=30 …"),
+]
 _strategy = partial(
     _run,
     "--strategy",
@@ -259,6 +282,29 @@ def with_fields(engine: str, kind: str, **fields: Any) -> str:
     if not given:
         return engine
     return f"{kind if engine == 'auto' else engine}{',' if ':' in engine else ':'}{given}"
+
+
+def survival_of(
+    workers: str | None, spec: str | None, max_losses: str | None, max_restarts: int | None, copies: int | None
+) -> tuple[int | None, Survive | None]:
+    """How many workers start, and what the run survives: -n, --survive, and the options that override it."""
+    given: dict[str, Any] = {}
+    count = whole_of(workers) if workers is not None else None
+    if workers is not None and count is None:
+        low, high = (whole_of(part) for part in workers.split(":")) if workers.count(":") == 1 else (None, None)
+        if low is None or high is None or not 1 <= low <= high:
+            raise BadInput(
+                f"--workers (-n) must be a number, or MIN:MAX with 1 <= MIN <= MAX, such as 4 or 2:4; not {workers!r}"
+            )
+        count, given = high, {"min_workers": low, "max_workers": high, "max_losses": "any"}
+    if spec is not None:
+        given |= parse(f"survive:{spec}")[1]
+    given |= {
+        name: value
+        for name, value in (("max_losses", max_losses), ("max_restarts", max_restarts), ("copies", copies))
+        if value is not None
+    }
+    return count, Survive.of(",".join(f"{name}={value}" for name, value in given.items()))
 
 
 def cast_of(

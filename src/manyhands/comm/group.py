@@ -36,6 +36,11 @@ class Ledger:
         self._bytes[operation] += bytes
         self._messages[operation] += messages
 
+    def include(self, other: Ledger) -> None:
+        """Count what another ledger has as well."""
+        for name, counts in other.as_dict().items():
+            self.add(name, **counts)
+
     def as_dict(self) -> dict[str, dict[str, int]]:
         """{operation: {"bytes", "messages"}}"""
         return {name: {"bytes": self._bytes[name], "messages": self._messages[name]} for name in sorted(self._bytes)}
@@ -137,6 +142,12 @@ class Group(ABC):
     @abstractmethod
     def receive_(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` with what `source` sends."""
+
+    def lose(self, name: int, host: str) -> None:  # noqa: B027
+        """From another thread: the member that messages call so is gone, though its connection may not show it.
+
+        Whoever waits here, and every later operation, raises PeerLost of it. Nothing, where a peer's end always shows.
+        """
 
     def swap(self, tensor: Tensor, target: int, into: Tensor, source: int) -> None:
         """`send` to `target` and `receive_` from `source`, both at once where the group can; of one shape and dtype.

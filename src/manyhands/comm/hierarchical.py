@@ -212,6 +212,13 @@ class HierarchicalGroup(FirstError, Group):
         return self.local.share(tensor, owner)
 
     @override
+    def lose(self, name: int, host: str) -> None:
+        """As the contract says: leaders tell the workers of their hosts."""
+        for group in (self.across, self._direct):
+            if group is not None:
+                group.lose(name, host)
+
+    @override
     def close(self) -> None:
         """As the contract. A mean that does not end within seconds keeps its sockets until the process ends."""
         self._error = self._error or closed()

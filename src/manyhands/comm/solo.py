@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,21 @@ from manyhands.comm.checks import check_mean, check_rank, check_sum, json_bytes
 from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
 from manyhands.errors import BadInput
 
+if TYPE_CHECKING:
+    from manyhands.comm.shared_memory.memory import Arena
+
 
 class SoloGroup(Group):
     """One worker. Nothing is copied, multiplied or counted; values that come back are fresh, as in any group."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena | None = None) -> None:
+        """arena: where to allocate, for a worker that will join a group which works on that memory."""
         self.rank, self.size, self.ledger = 0, 1, Ledger()
+        self._arena = arena
 
     @override
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(n, dtype=dtype)
+        return torch.zeros(n, dtype=dtype) if self._arena is None else self._arena.allocate(n, dtype)
 
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from typing import TypeVar
 
 import torch
 
 from manyhands.data.batch import to_device
+from manyhands.data.kept_batches import KeptBatches
 from manyhands.data.leases import End, Lease, Segment, foreseen
-from manyhands.data.source import Order, Planned, Reading, Slice, Slices, Source
+from manyhands.data.slice_ledger import Place
+from manyhands.data.source import COMPARED, Order, Pick, Picks, Planned, Reading, Slice, Slices, Source, Unsized
 from manyhands.errors import BadInput
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
@@ -50,22 +53,18 @@ class Feed:
         order: Order | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         threads: bool = True,
+        keeps: bool = False,
     ) -> None:
         """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all
         ranks.
         threads: whether a thread may read ahead.
+        keeps: a stream is read whole, shards too, and what `keep_from` names can be read again.
 
         Raises BadInput for fewer than one row a worker, a rank not in range(size), and what the source cannot do.
         """
         self.source, self.device, self._threads = source, device, threads
         self.batch_size = batch_size or source.batch_size or DEFAULT_BATCH_SIZE
-        if not 0 <= rank < size:
-            raise BadInput(f"rank must be in range(size), not rank={rank} of size={size}")
-        if self.batch_size < size:
-            raise BadInput(
-                f"batch_size={self.batch_size} leaves some of the {size} workers without a row: raise it to at least "
-                f"{size}, or use fewer workers"
-            )
+        check_shard(rank, size, self.batch_size)
         self._reading = Reading(
             rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order
         )
@@ -75,6 +74,17 @@ class Feed:
         """Global batches an epoch, the same on all workers; None: unsized."""
         self.leasable = isinstance(source, Planned)
         """Whether any worker can read any slice; else each reads its own, whatever is leased."""
+        self._kept = KeptBatches(source) if keeps and isinstance(source, Unsized) else None
+        self.rereads = self.leasable or self._kept is not None
+        """Whether `read` gives slices again that were another worker's."""
+
+    def set_shard(self, rank: int, size: int) -> None:
+        """From the next epoch or segment on, this is worker `rank` of `size`: the global batches stay as they are.
+
+        Raises BadInput for fewer rows in a global batch than workers.
+        """
+        check_shard(rank, size, self.batch_size)
+        self._reading = replace(self._reading, rank=rank, size=size)
 
     def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
         """This worker's slices of an epoch from `first_tick` on.
@@ -83,14 +93,16 @@ class Feed:
         (a stream reads and drops them). Closing the generator, or dropping it, ends threads and processes at once.
         """
         reading = self._of_epoch(epoch, first_tick)
-        slices = self.source.slices(reading)
-        if self._threads and self.source.in_background(reading):
+        slices = self.source.slices(reading) if self._kept is None else self._kept_slices(self._kept, reading)
+        if self._threads and self._kept is None and self.source.in_background(reading):
             slices = prefetch(slices)
         with closing(slices):
             for part in slices:
                 yield self._here(part)
 
-    def leased(self, segment: Segment, take: Callable[[], Lease | End]) -> Generator[Slice, None, End]:
+    def leased(
+        self, segment: Segment, take: Callable[[], Lease | End], *, ahead: bool = True
+    ) -> Generator[Slice, None, End]:
         """The slices that `take()` leases to this worker, one after the other, until it gives the End, which is
         returned.
 
@@ -98,6 +110,8 @@ class Feed:
         together get each exactly once. A lease is taken only when its slice is asked for, so that what nobody has begun
         is free for others. Where `epoch` would read ahead in a thread or in processes, this worker's own queues are
         read ahead, without being leased; what was another's is loaded here when it comes.
+
+        ahead: else nothing is read before it is leased.
 
         Unsized: a stream has no slices to lease. Each worker reads its own, as `epoch` does from batch `segment.first`
         on, and `take` is never called.
@@ -108,24 +122,68 @@ class Feed:
             return End(reason="", left=[])
         rank, parts = self._reading.rank, segment.parts
         reading = replace(self._of_epoch(segment.epoch, segment.first), rank=rank % parts, size=parts)
-        picks, ahead = source.picks(reading), None
-        if source.in_processes or (self._threads and source.in_background(reading)):
+        picks, coming = source.picks(reading), None
+        if ahead and (source.in_processes or (self._threads and source.in_background(reading))):
             # Loading is not leasing: what others took meanwhile was loaded in vain, and is thrown away.
             own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
-            ahead = own if source.in_processes else prefetch(own)
+            coming = own if source.in_processes else prefetch(own)
         try:
             while isinstance(lease := take(), Lease):
-                if ahead is not None and segment.owner(lease.part) == rank:
-                    part = next(s for s in ahead if (s.index, s.part) == (lease.index, lease.part))
+                if coming is not None and segment.owner(lease.part) == rank and not lease.again:
+                    part = next(s for s in coming if (s.index, s.part) == (lease.index, lease.part))
                 else:
-                    if ahead is not None:  # this worker's own queues are empty: from now on nothing is read ahead
-                        ahead.close()
+                    if coming is not None and not lease.again:  # its own queues are empty: nothing more is read ahead
+                        coming.close()
                     part = source.load_here(picks.at(lease.index, lease.part), reading)
                 yield self._here(part)
         finally:
-            if ahead is not None:
-                ahead.close()
+            if coming is not None:
+                coming.close()
         return lease
+
+    def read(self, epoch: int, places: Iterable[Place]) -> Iterator[Slice]:
+        """These slices of an epoch, whoever's they are, in this order. Sized: as `leased`."""
+        if self._kept is not None:
+            yield from (self._here(self._kept.again(self._of_epoch(epoch, 0), place)) for place in places)
+            return
+        for pick, reading in self._picked(epoch, places):
+            yield self._here(self.source.load_here(pick, reading))  # type: ignore[attr-defined]
+
+    def rows_of(self, epoch: int, places: Iterable[Place]) -> int:
+        """Of these slices together."""
+        if self._kept is not None:
+            return sum(self._kept.rows(self._of_epoch(epoch, 0), place) for place in places)
+        return sum(len(pick.own) for pick, _ in self._picked(epoch, places))
+
+    def keep_from(self, epoch: int, tick: int) -> None:
+        """Of an epoch, nobody reads what is before this global batch any more."""
+        if self._kept is not None:
+            self._kept.keep_from(epoch, tick)
+
+    def close(self) -> None:
+        """End what still reads a stream. Idempotent."""
+        if self._kept is not None:
+            self._kept.close()
+
+    def _kept_slices(self, kept: KeptBatches, reading: Reading) -> Slices:
+        for index in count(reading.first_tick):
+            compared = reading.size > 1 and index < reading.first_tick + COMPARED
+            part = kept.slice(reading, Place(index, reading.rank, reading.size), digest=compared)
+            if part is None:
+                return
+            if index == reading.first_tick:
+                kept.keep_from(reading.epoch, index)
+            yield part
+
+    def _picked(self, epoch: int, places: Iterable[Place]) -> Iterator[tuple[Pick, Reading]]:
+        assert isinstance(self.source, Planned)
+        plans: dict[int, tuple[Picks, Reading]] = {}  # by slices of a global batch
+        for tick, part, parts in places:
+            if parts not in plans:
+                reading = replace(self._of_epoch(epoch, 0), rank=0, size=parts)
+                plans[parts] = self.source.picks(reading), reading
+            picks, reading = plans[parts]
+            yield picks.at(tick, part), reading
 
     def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
@@ -140,6 +198,17 @@ class Feed:
         if part.batch is None or self.device.type == "cpu":
             return part
         return replace(part, batch=to_device(part.batch, self.device))
+
+
+def check_shard(rank: int, size: int, batch_size: int) -> None:
+    """BadInput for a rank that is none of `size` workers', and for fewer rows in a global batch than workers."""
+    if not 0 <= rank < size:
+        raise BadInput(f"rank must be in range(size), not rank={rank} of size={size}")
+    if batch_size < size:
+        raise BadInput(
+            f"batch_size={batch_size} leaves some of the {size} workers without a row: raise it to at least {size}, or "
+            "use fewer workers"
+        )
 
 
 def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T, None, None]:

@@ -10,7 +10,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -51,6 +51,10 @@ class Segment:
         """The replica that reads this queue from the front."""
         return part % (self.size or self.parts)
 
+    def is_part_of(self, other: Segment | None) -> bool:
+        """Whether it is the same stretch, whatever the number of replicas is now."""
+        return other is not None and {**vars(self), "size": 0} == {**vars(other), "size": 0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
@@ -59,6 +63,7 @@ class Lease:
     index: int  # of the global batch in the epoch
     part: int
     handed: int  # slices of the segment handed out before this one, those before a resume counted
+    again: bool = False  # it was a lost worker's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,36 +72,64 @@ class End:
 
     reason: str  # "" where all slices are out, else why the run is to stop
     left: list[list[int]]  # by part, [front, back) of what nobody will get: a resumed run's Segment takes it as it is
+    partial: list[list[int]] = field(default_factory=list)
+    """[epoch, index, part, parts] of all slices so far that only some of several shards have: their worker was lost."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    replica: int
+    holder: int | None
+    push: int
+
+    @property
+    def asker(self) -> int:
+        return self.replica if self.holder is None else self.holder
 
 
 class Leases:
-    """The one who hands them out. A new segment begins with the first who asks for it."""
+    """The one who hands them out. A new segment begins with the first who asks for it.
+
+    Where workers may be lost, each asks as a holder, and says which of its pushes will carry the slice. What no shard
+    has when it is lost is handed out again, before anything else and before any End.
+    """
 
     released: list[tuple[int, Lease | End]]
-    """(replica, answer) for those who wait; whoever calls takes and clears it."""
+    """(replica, or holder, answer) for those who wait; whoever calls takes and clears it."""
 
     def __init__(self) -> None:
         self.released = []
+        self.partial: list[list[int]] = []  # see `End`: nobody gets them again
         self._segment: Segment | None = None
         self._queues: list[list[int]] = []  # by part: [front, back)
         self._handed = 0
         self._requested = 0  # by replica 0, in this segment
-        self._waiting: list[int] = []
+        self._waiting: list[_Request] = []
         self._reason = ""
+        self._held: dict[int, list[tuple[int, Lease]]] = {}  # by holder: (push, lease) of which no answer is known
+        self._asked: dict[int, int] = {}  # by holder: the push of its newest request
+        self._lost: set[int] = set()  # holders of which it is not known yet what the shards have
+        self._again: list[Lease] = []
 
-    def take(self, replica: int, segment: Segment) -> Lease | End | None:
+    def take(self, replica: int, segment: Segment, holder: int | None = None, push: int = 1) -> Lease | End | None:
         """The next slice for a replica, or the end; None: it waits, and `released` will have its answer.
 
         The caller looks into `released` after each call: it may hold the answers of others.
+        holder: the worker that may be lost. push: the number of its push that will carry the slice; of those before
+        but the last it has the answers.
         """
-        if segment != self._segment:
+        if not segment.is_part_of(self._segment):
             self._begin(segment)
+        self._segment = segment
         self._requested += replica == 0
-        if self._closed(replica):
-            assert replica not in self._waiting, f"replica {replica} asked again before it was answered"
-            self._waiting.append(replica)
-            return None
-        answer = self._next(replica)
+        if holder is not None:
+            self._asked[holder] = push
+            self._held[holder] = [(number, lease) for number, lease in self._held.get(holder, ()) if number >= push - 1]
+        request = _Request(replica, holder, push)
+        assert request.asker not in [one.asker for one in self._waiting], f"{request} came before the last was answered"
+        answer = None if self._closed(replica) else self._next(request)
+        if answer is None:
+            self._waiting.append(request)
         self._release()
         return answer
 
@@ -106,8 +139,36 @@ class Leases:
         self._reason = self._reason or reason
         self._release()
 
+    def holds(self, holder: int) -> bool:
+        """Whether it ever got a slice."""
+        return holder in self._held
+
+    def lose(self, holder: int) -> None:
+        """It is lost, and `recover` will follow: nobody gets an End before."""
+        self._waiting = [one for one in self._waiting if one.holder != holder]
+        self._lost.add(holder)
+
+    def recover(self, holder: int, applied: list[int]) -> None:
+        """What is known of a lost holder. applied: by shard, the number of its last push there. What no shard has is
+        handed out again; what only some have is `partial`.
+
+        [], where there are no shards: a push is done when its holder asks for the next lease.
+        """
+        held, asked = self._held.pop(holder, []), self._asked.pop(holder, 0)
+        applied = applied or [asked - 1]
+        self._again += [lease for number, lease in held if number > max(applied)]
+        for lease in [lease for number, lease in held if min(applied) < number <= max(applied)]:
+            assert self._segment is not None
+            self.partial.append([self._segment.epoch, lease.index, lease.part, self._segment.parts])
+        self._lost.discard(holder)
+        self._release()
+
     def _begin(self, segment: Segment) -> None:
-        assert not self._waiting, f"replicas {self._waiting} still wait for leases of {self._segment}"
+        waiting = [one.asker for one in self._waiting]
+        assert not waiting, f"replicas {waiting} still wait for leases of {self._segment}"
+        if self._segment is not None and self._segment.epoch != segment.epoch:
+            assert not self._again, f"{len(self._again)} slices of epoch {self._segment.epoch} are left"
+            self._held = {holder: [] for holder in self._held}
         self._segment, self._requested = segment, 0
         left = [[segment.first, segment.until]] * segment.parts if segment.left is None else segment.left
         self._queues = [list(queue) for queue in left]
@@ -121,14 +182,27 @@ class Leases:
         return replica != 0 and warmup > 0 and not over
 
     def _release(self) -> None:
-        while self._waiting and not self._closed(self._waiting[0]):
-            replica = self._waiting.pop(0)
-            self.released.append((replica, self._next(replica)))
+        for request in [*self._waiting]:
+            if not self._closed(request.replica) and (answer := self._next(request)) is not None:
+                self._waiting.remove(request)
+                self.released.append((request.asker, answer))
 
-    def _next(self, replica: int) -> Lease | End:
+    def _next(self, request: _Request) -> Lease | End | None:
         assert self._segment is not None
-        if self._reason or self._handed == self._segment.slices:
-            return End(reason=self._reason, left=[list(queue) for queue in self._queues])
+        if self._again:
+            lease = replace(self._again.pop(0), handed=max(0, self._handed - 1), again=True)
+        elif self._reason or self._handed == self._segment.slices:
+            if self._lost:
+                return None
+            return End(reason=self._reason, left=[list(queue) for queue in self._queues], partial=[*self.partial])
+        else:
+            lease = self._new(request.replica)
+        if request.holder is not None:
+            self._held[request.holder].append((request.push, lease))
+        return lease
+
+    def _new(self, replica: int) -> Lease:
+        assert self._segment is not None
         everyone = range(replica, self._segment.parts, self._segment.size or self._segment.parts)
         if own := [part for part in everyone if _length(self._queues[part])]:
             part = min(own, key=lambda p: self._queues[p][0])  # the furthest behind first
@@ -148,7 +222,7 @@ def _length(queue: list[int]) -> int:
 
 def to_json(answer: Lease | End) -> dict[str, Any]:
     """A JSON object, for the line between a worker and the driver."""
-    return dict(vars(answer))
+    return {name: value for name, value in vars(answer).items() if name not in ("again", "partial") or value}
 
 
 def from_json(values: dict[str, Any]) -> Lease | End:

@@ -35,6 +35,8 @@ class Slice:
     """Of the whole batch, where every worker reads it for itself; of the first `COMPARED` batches of a reading only."""
 
 
+EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
+"""Of a worker that has no rows while others have some."""
 Slices = Generator[Slice, None, None]
 
 
@@ -123,6 +125,37 @@ class Source(ABC):
         whole process, and a thread that draws from them makes dropout depend on timing.
         """
         return False
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A global batch of a stream, out of which any worker's slice can be cut, once or more often."""
+
+    rows: int
+    cut: Callable[[int, int], Any]
+    """Of [start, stop) of its rows, a batch."""
+    digest: Callable[[], str]
+    """Of the whole."""
+
+
+class Unsized(Source):
+    """Rows without numbers, which come one after another."""
+
+    @override
+    def epoch_rows(self, reading: Reading) -> None:
+        if reading.order is not None:
+            raise BadInput(
+                "order was given, and a stream has no row numbers: shuffle inside the stream, or give data with a "
+                "length"
+            )
+
+    @override
+    def ticks(self, reading: Reading) -> None:
+        return None
+
+    @abstractmethod
+    def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
+        """All of an epoch, from the first one on, whatever the rank and size of the reading: shards are read, too."""
 
 
 class Planned(Source):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from manyhands.engines.driver.host_processes import name_of
+from manyhands.engines.driver.host_processes import name_of, shard_of
+from manyhands.engines.survive import Survive
 from manyhands.errors import BadInput, Unsupported, is_number, is_whole
 from manyhands.events import Event
 
@@ -58,6 +59,10 @@ class LaunchSpec:
     observer: Observer = field(default_factory=Observer)
     frames: Sequence[DistributedFrame] = ()  # whose rows the engine is to bring to the workers' hosts
     roles: Roles | None = None  # of the workers, where they are another framework's cluster
+    survive: Survive | None = None  # what losses the program goes on after: it must join groups, see `Worker.join`
+    restarts: bool = False  # whether another launch of the same run may follow where this one fails
+    generation: int = 0  # the first one, of a run that was started again
+    fired: Collection[str] = ()  # faults that have happened in earlier launches of this run
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 
     def __post_init__(self) -> None:
@@ -72,12 +77,30 @@ class LaunchSpec:
         return 1 if self.server.one_shard else self.servers
 
     @property
+    def copies(self) -> int:
+        """Of each shard."""
+        return 1 if self.survive is None else self.survive.copies
+
+    @property
+    def fixed_members(self) -> bool:
+        """Whether the run survives lost shards alone: all workers stay from its beginning to its end."""
+        return self.survive is not None and self.survive.copies > 1 and self.survive.max_losses == 0
+
+    @property
+    def shard_processes(self) -> int:
+        """On how many processes the server's shards and their copies are. Copy c of shard s is number s + c * shards."""
+        return self.shards * self.copies
+
+    @property
     def awaited(self) -> frozenset[int]:
         """The ranks whose return ends the run: all, unless roles say otherwise."""
         return frozenset(range(self.workers)) if self.roles is None else self.roles.awaited
 
     def name_of(self, process_index: int) -> str:
         """How messages call a worker, by its role where it has one, or a shard."""
+        if process_index < 0 and self.copies > 1:
+            copy, shard = divmod(shard_of(process_index), self.shards)
+            return f"server shard {shard} (copy {copy})"
         return name_of(process_index) if self.roles is None or process_index < 0 else self.roles.name_of(process_index)
 
 
@@ -127,6 +150,8 @@ class Capabilities:
     simulated: bool = False  # all workers live in the caller's process, and their clocks are not real
     one_host: bool = False  # workers are processes of this host: they share its cores, and memory is their link
     serves: bool = False  # it can start a parameter server, and its driver leases rows
+    survives: bool = False  # a run goes on when a worker is lost, where its program joins groups (`Worker.join`)
+    copies: bool = False  # it keeps a backup of each server shard
     brings_frames: bool = False  # it brings the rows of a DataFrame to the workers' hosts
 
 
@@ -167,13 +192,16 @@ class Engine(ABC):
     def check(self, spec: LaunchSpec) -> None:  # noqa: B027
         """Raise BadInput or Unsupported before anything is written or started, as `launch` would."""
 
+    def finish_run(self) -> None:  # noqa: B027
+        """After launches with `spec.restarts`: no other one of that run follows. Ends what was kept for it. Idempotent."""
+
     @abstractmethod
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
         """Run `program` on every worker; its values in rank order.
 
         The first error of any worker is raised here: `BadInput`, `Preempted` and manyhands' other own errors as they
         were, anything else as `WorkerFailed` with that worker's traceback, rank, host, phase and step. After it
-        returned or raised, no process, socket or memory of the run is left.
+        returned or raised, no process, socket or memory of the run is left; with `spec.restarts`, after `finish_run`.
         """
 
     def run(

@@ -19,6 +19,7 @@ import torch
 
 from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
+from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.shared_memory import InheritedMemory, swap_memory
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
@@ -67,6 +68,7 @@ class Topology:
     timeout_s: float = 300.0  # a peer for which others wait and which shows no progress for so long is lost
     connect_s: float = 60.0  # most time to connect to the others, once all have met
     scratch: str = ""  # a folder for a while, which somebody removes whatever happens; "": a temporary one
+    generation: int = 0  # members of another one are refused
 
     @property
     def members(self) -> list[int]:
@@ -95,22 +97,30 @@ class Topology:
 
 
 def make_group(
-    topology: Topology, meet: Meet, *, memory: InheritedMemory | None = None, network: Network | None = None
+    topology: Topology,
+    meet: Meet,
+    *,
+    memory: InheritedMemory | None = None,
+    network: Network | None = None,
+    arena: Arena | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Group:
     """The group of the topology's members, for this one; a collective of them alone. The caller closes it.
 
-    Shared memory within a host: `memory`, else the members swap their own. Between hosts rings over `network`, with
-    shared memory inside each host. Where each member has a GPU of its own, nccl. Raises Unsupported for a part of what
-    torch.distributed links, whose groups all ranks must make together.
+    Shared memory within a host: `memory`, else the members swap their own. arena: this member's, where its vectors lie
+    already. Between hosts rings over `network`, with shared memory inside each host. Where each member has a GPU of its
+    own, nccl. check: called while it connects, raises what ends that. After an error `memory` is still the caller's.
+    Raises Unsupported for a part of what torch.distributed links, whose groups all ranks must make together, and
+    PeerLost where another host's member cannot be connected.
     """
     here = next(host for host in topology.hosts if topology.rank in host)
     if len(topology.members) == 1:
         return SoloGroup()
     if len(topology.hosts) == 1:
         if not (topology.own_gpus and topology.over_torch):
-            return _on_one_host(topology, meet, memory, topology.members)
+            return _on_one_host(topology, meet, memory, topology.members, arena)
     elif network is not None:
-        return _between_hosts(topology, here, meet, memory, network)
+        return _between_hosts(topology, here, meet, memory, network, arena, check)
     if not topology.over_torch:
         raise BadInput(f"a group of workers on {len(topology.hosts)} hosts needs a network between them")
     if len(topology.members) < torch.distributed.get_world_size():
@@ -123,7 +133,13 @@ def make_group(
     return TorchGroup(timeout_s=topology.timeout_s, device=topology.device)
 
 
-def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None, names: Sequence[int] = ()) -> Group:
+def _on_one_host(
+    topology: Topology,
+    meet: Meet,
+    memory: InheritedMemory | None,
+    names: Sequence[int] = (),
+    arena: Arena | None = None,
+) -> Group:
     """names: how messages call the members; without any, by their places."""
     members = topology.members
     place, hosts = members.index(topology.rank), topology.host_names
@@ -132,7 +148,14 @@ def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None,
         memory = swap_memory(place, len(members), exchange, topology.connect_s, topology.scratch)
     descriptors, lifelines = memory
     group = SharedMemoryGroup(
-        place, len(members), descriptors, lifelines=lifelines, hosts=hosts, names=names, timeout_s=topology.timeout_s
+        place,
+        len(members),
+        descriptors,
+        arena=arena,
+        lifelines=lifelines,
+        hosts=hosts,
+        names=names,
+        timeout_s=topology.timeout_s,
     )
     if topology.own_gpus:
         from manyhands.comm.device_group import nccl_group
@@ -142,7 +165,13 @@ def _on_one_host(topology: Topology, meet: Meet, memory: InheritedMemory | None,
 
 
 def _between_hosts(
-    topology: Topology, here: Sequence[int], meet: Meet, memory: InheritedMemory | None, network: Network
+    topology: Topology,
+    here: Sequence[int],
+    meet: Meet,
+    memory: InheritedMemory | None,
+    network: Network,
+    arena: Arena | None,
+    check: Callable[[], None],
 ) -> Group:
     """A ring where each host has one member; else shared memory in each host, and a ring of the hosts' first ones.
 
@@ -152,23 +181,25 @@ def _between_hosts(
 
     members, leaders = topology.members, [host[0] for host in topology.hosts]
     if len(leaders) == len(members):
-        return _ring(topology, members, "ring", meet, network)
+        return _ring(topology, members, "ring", meet, network, check)
     places = {rank: place for place, rank in enumerate(members)}
     layout = [[places[rank] for rank in host] for host in topology.hosts]
     with ExitStack() as made:  # closed again if the next cannot be made
-        across = _ring(topology, leaders, "ring", meet, network) if topology.rank in leaders else None
+        across = _ring(topology, leaders, "ring", meet, network, check) if topology.rank in leaders else None
         if across is not None:
             made.callback(across.close)
-        local = SoloGroup() if len(here) == 1 else _on_one_host(topology.of(here), meet, memory)
-        made.callback(local.close)
-        direct = _ring(topology, members, "direct", meet, network)
+        direct = _ring(topology, members, "direct", meet, network, check)
+        made.callback(direct.close)
+        local = SoloGroup() if len(here) == 1 else _on_one_host(topology.of(here), meet, memory, arena=arena)
         made.pop_all()
     return HierarchicalGroup(
         places[topology.rank], layout, local, across, direct=direct, hosts=topology.names, names=members
     )
 
 
-def _ring(topology: Topology, ranks: list[int], purpose: str, meet: Meet, network: Network) -> RingGroup:
+def _ring(
+    topology: Topology, ranks: list[int], purpose: str, meet: Meet, network: Network, check: Callable[[], None]
+) -> RingGroup:
     """Of these ranks, with this worker's among them. Its port is closed when all are connected."""
     from manyhands.comm.ring.group import RingGroup
     from manyhands.comm.ring.links import connect_all
@@ -177,10 +208,19 @@ def _ring(topology: Topology, ranks: list[int], purpose: str, meet: Meet, networ
     hosts = [name_of[rank] for rank in ranks]
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = topology.connect_s * (1.5 - 0.5 * (place + 1) / len(ranks))
-    with closing(network.listener(topology.timeout_s)) as listener:
+    with closing(network.listener(topology.timeout_s, topology.generation)) as listener:
         found = meet(purpose, ranks, network.address_of(listener))
         addresses, proof = [(str(host), int(port)) for host, port in found], network.secret.proof
         channels = connect_all(
-            place, listener, addresses, **proof, hosts=hosts, names=ranks, purpose=purpose, timeout_s=patience_s
+            place,
+            listener,
+            addresses,
+            **proof,
+            hosts=hosts,
+            names=ranks,
+            purpose=purpose,
+            generation=topology.generation,
+            timeout_s=patience_s,
+            check=check,
         )
     return RingGroup(place, len(ranks), channels, hosts=hosts, names=ranks, timeout_s=topology.timeout_s)

@@ -60,7 +60,7 @@ class NestedDriverClient(DriverClient):
                     self._here.emit(Event.from_json(line))
 
     @override
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         raise Unsupported(
             "strategies whose workers go at their own pace need an engine that starts the workers: call train() outside "
             "manyhands run, launch and torchrun, with engine local or hosts"

@@ -21,7 +21,8 @@ from manyhands.engines.local.messages import Closed, ControlMessage, ControlSock
 from manyhands.errors import ManyhandsError
 
 InheritedMemory = tuple[Sequence[int], Sequence[tuple[int, int]]]
-"""What `SharedMemoryGroup` takes: memory and lifelines, descriptors of this process."""
+"""What `SharedMemoryGroup` takes: memory (a table, then an arena for each rank) and lifelines, descriptors of this
+process."""
 
 _SOCKET = "line"
 
@@ -59,7 +60,8 @@ def swap_memory(
 
 def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str) -> InheritedMemory:
     """Rank 0: everything, handed out to whoever comes; the write end of a lifeline goes to its owner alone."""
-    memory = list(SharedMemory.create(size))
+    memory = SharedMemory.create(size)
+    table, *arenas = memory
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
     with ExitStack() as closed_on_error:
         for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
@@ -76,8 +78,9 @@ def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scr
             for _ in range(size - 1):
                 with closing(_accept(listener, deadline)) as wire:
                     peer = _receive(wire, deadline)[0].body["rank"]
+                    wire.send({}, [table])
                     for rank, (read, write) in enumerate(pipes):
-                        wire.send({"rank": rank}, [memory[rank], read, *([write] if rank == peer else [])])
+                        wire.send({"rank": rank}, [arenas[rank], read, *([write] if rank == peer else [])])
         closed_on_error.pop_all()
     for rank in range(1, size):
         os.close(pipes[rank][1])
@@ -116,10 +119,10 @@ def _take(rank: int, size: int, folder: str, deadline: float) -> InheritedMemory
             raise Closed("the first rank has removed its socket") from error
         wire.send({"rank": rank})
         messages: list[ControlMessage] = []
-        while len(messages) < size:
+        while len(messages) < 1 + size:
             messages += _receive(wire, deadline)
-    ends = [message.fds for message in messages]
-    return [fds[0] for fds in ends], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
+    table, *ends = [message.fds for message in messages]
+    return [*table, *(fds[0] for fds in ends)], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
 
 
 def _receive(wire: ControlSocket, deadline: float) -> list[ControlMessage]:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.engines import engine_of
-from manyhands.engines.base import Engine, LaunchSpec, check_count
+from manyhands.engines.base import Engine, LaunchSpec, Observer, check_count
 from manyhands.engines.cluster import Cluster, Member, Telling, run
-from manyhands.engines.driver.run_monitor import USER
+from manyhands.engines.driver.restarts import Restarts
+from manyhands.engines.driver.run_monitor import USER, line_of
 from manyhands.engines.roles import Roles
+from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsupported, WorkerFailed, users_line
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
 
@@ -80,13 +82,17 @@ def run_script(
     timeout_s: float = 300.0,
     roles: Roles | None = None,
     tensorboard: str | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
     Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are
     another framework's own cluster, as of `Engine.run`: those set how many there are, all of them print, and no
     strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
-    checkpoints. Raises Preempted then, BadInput without a file, Unsupported on engine sim, WorkerFailed for exceptions.
+    checkpoints. max_restarts: so often the script is run again where a worker is lost or raises; the variable
+    MANYHANDS_RESTART_COUNT says to it how often that was, and `train(survive="max_restarts=…")` inside then goes on
+    from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on engine sim, WorkerFailed
+    for exceptions.
     """
     if not Path(path).is_file():
         raise BadInput(_no_script(str(path)))
@@ -100,12 +106,20 @@ def run_script(
     observer = _Preemption()
     spec = replace(_plan(place, count, threads_per_worker, timeout_s), observer=observer)
     program = (str(path), tuple(args), spec.workers > 1)  # arguments of `_as_main`
+    if max_restarts and spec.workers == 1:
+        raise Unsupported("max_restarts needs several workers: one worker runs the script in this very process")
+    restarts = Restarts(max_restarts)
     try:
         with sigterm_to(observer.stop) if spec.workers > 1 else nullcontext():
-            if roles is None:
-                place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
-            else:
-                run(place, Member(_as_main_of, program, roles, tensorboard), spec)
+            while True:
+                try:
+                    if roles is None:
+                        place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
+                    else:
+                        run(place, Member(_as_main_of, program, roles, tensorboard), spec)
+                    break
+                except WorkerFailed as error:
+                    _run_again(error, restarts, observer)
     except SystemExit as end:  # one worker, in this process
         return end.code if isinstance(end.code, int) else 0
     except WorkerFailed as error:
@@ -114,6 +128,22 @@ def run_script(
             return error.exit_code
         raise
     return 0
+
+
+def _run_again(failed: WorkerFailed, restarts: Restarts, observer: Observer) -> None:
+    """Prepare another launch of the script; raises the error where there is none."""
+    place = (failed.error, line_of(failed.detail)) if failed.error else None
+    if (
+        not restarts.most
+        or failed.error == "SystemExit"
+        or observer.stopping()
+        or restarts.refusal(len(restarts.made), place)
+    ):
+        raise failed
+    number = len(restarts.made)
+    os.environ[launchers.RESTARTS] = str(number)
+    why = str(failed).partition("\n")[0]
+    sys.stderr.write(f"manyhands: {why}: the script is run again (restart {number} of {restarts.most})\n")
 
 
 def _no_script(path: str) -> str:

@@ -195,12 +195,13 @@ Counted = tuple[Event, int]  # and how many workers its launch had; 0: nobody kn
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a launch began."""
+    """Where a launch began, or within it a generation other than the first."""
 
-    number: int
+    number: tuple[int, int]  # of the launch, and of the generation
     tick: int
     left: Left | None
     workers: int
+    launch: bool = True  # whether a launch began
 
 
 def steps_that_count(
@@ -209,8 +210,8 @@ def steps_that_count(
     left: Left | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Iterator[Counted]:
-    """The `step` and `closing` events of all launches that wrote these files, without those that a resumed launch did
-    again.
+    """The `step` and `closing` events of all launches that wrote these files, without those that a resumed launch, or a
+    later generation of the same one, did again.
 
     A launch begins with `start`, whose tick is where it goes on; its `left`, where rows are leased and the epoch was
     interrupted, says which slices of earlier ticks it does. before_tick, left: where the next launch will go on. The
@@ -218,35 +219,41 @@ def steps_that_count(
     """
     starts = _starts(files[0]) if files else []
     if before_tick is not None:
-        starts.append(_Start(sys.maxsize, before_tick, left, 0))
+        starts.append(_Start((sys.maxsize, 0), before_tick, left, 0))
     workers = {start.number: start.workers for start in starts}
     for number, _, event in heapq.merge(*(_steps_of(path, warn) for path in files), key=lambda numbered: numbered[:2]):
-        if all(_counts(event, start.tick, start.left) for start in starts if start.number > number):
+        if all(_counts(event, start) for start in starts if start.number > number):
             yield event, workers.get(number, 0)
 
 
 def _starts(path: AnyPath) -> list[_Start]:
-    """All launches, in order. Damaged lines are reported when the file is read again."""
+    """All launches and their generations, in order. Damaged lines are reported when the file is read again."""
     starts, number = list[_Start](), 0
     for event in read(path, lambda message: None):
         if event.type == "start":
             number = event.values.get("launch", number + 1)
-            starts.append(_Start(number, event.tick, event.values.get("left"), event.values.get("workers", 0)))
+        if event.type in ("start", "membership"):
+            began = number, event.generation
+            left, workers = event.values.get("left"), event.values.get("workers", 0)
+            starts.append(_Start(began, event.tick, left, workers, launch=event.type == "start"))
     return starts
 
 
-def _steps_of(path: AnyPath, warn: Callable[[str], None] | None) -> Iterator[tuple[int, int, Event]]:
-    """(the launch's number, the tick, the event)"""
+def _steps_of(path: AnyPath, warn: Callable[[str], None] | None) -> Iterator[tuple[tuple[int, int], int, Event]]:
+    """(the numbers of launch and generation, the tick, the event)"""
     number = 0
     for event in read(path, warn):
         if event.type == "start":
             number = event.values.get("launch", number + 1)
         elif event.type in ("step", "closing"):
-            yield number, event.tick, event
+            yield (number, event.generation), event.tick, event
 
 
-def _counts(step: Event, tick: int, left: Left | None) -> bool:
-    """Whether this step is before the place where a launch goes on."""
+def _counts(step: Event, start: _Start) -> bool:
+    """Whether this step is before the place where a launch, or a generation, goes on. Leases outlast generations."""
+    tick, left = start.tick, start.left
+    if not start.launch and "lease" in step.values:
+        return True
     if left is None or "lease" not in step.values or step.values["epoch"] != left[0]:
         return step.tick < tick
     index, part, _ = step.values["lease"]

@@ -36,12 +36,14 @@ class History:
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
         self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
         self._gain: dict[int, float] = {}  # by rank
+        self._rows_of: Counter[int] = Counter()  # by rank
         self._timing = dict.fromkeys(PARTS, 0.0)
         self._timing_of: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PARTS, 0.0))  # by rank
 
     def add(self, event: Event) -> dict[str, Any] | None:
         """Take a worker's `step`; the tick's row if this was the last report of it."""
-        self._take(event)
+        if not self._take(event):
+            return None
         return self._complete(event.tick, self._workers) if self._missing(event.tick, self._workers) == 0 else None
 
     def preload(self, steps: Iterable[tuple[Event, int]]) -> None:
@@ -54,18 +56,37 @@ class History:
 
     def rows_of(self, steps: Iterable[tuple[Event, int]]) -> Iterator[dict[str, Any]]:
         """Take steps with the number of workers of their launch (0: unknown); a row for each complete step."""
-        ranks = set()
+        ranks, generation = set(), 0
         for event, workers in steps:
+            if event.generation != generation:  # of a step before that no more reports will come, see `regroup`
+                generation = event.generation
+                yield from (self._complete(tick, 0) for tick in self._whole_or_without_leases())
             if event.type == "closing":
                 self.note(event)
                 continue
-            self._take(event)
+            if not self._take(event):
+                continue
             ranks.add(event.rank)
             if workers and self._missing(event.tick, workers) == 0:
                 yield self._complete(event.tick, workers)
-        for tick in sorted(self._open):
-            if "lease" not in self._open[tick][0].values or self._missing(tick, 0) <= 0:
-                yield self._complete(tick, len(ranks))
+        yield from (self._complete(tick, len(ranks)) for tick in self._whole_or_without_leases())
+
+    def _whole_or_without_leases(self) -> list[int]:
+        """Open ticks but those of which some slices are left."""
+        reports = sorted(self._open.items())
+        return [tick for tick, of in reports if "lease" not in of[0].values or self._missing(tick, 0) <= 0]
+
+    def regroup(self, tick: int, workers: int) -> list[dict[str, Any]]:
+        """Other members, so many, go on with this tick: the rows of those before it of which no more reports will come.
+
+        What was reported of this tick and later ones is void: whoever made it is lost, and the others make it again.
+        Where rows are leased, all reports are still to come.
+        """
+        self._workers = workers
+        in_step = [open_tick for open_tick, reports in self._open.items() if "lease" not in reports[0].values]
+        for void in [open_tick for open_tick in in_step if open_tick >= tick]:
+            self.consumed -= sum(report.values["rows"] for report in self._open.pop(void))
+        return [self._complete(before, workers) for before in sorted(in_step) if before < tick]
 
     def close(self) -> list[dict[str, Any]]:
         """The rows of ticks that not all workers reported (they were stopped, or go at their own pace)."""
@@ -80,6 +101,10 @@ class History:
         ranks = range(max(self._timing_of, default=-1) + 1)
         return [dict(self._timing_of[rank]) for rank in ranks]
 
+    def rows_of_workers(self) -> list[int]:
+        """By worker, the rows of data that it reported."""
+        return [self._rows_of[rank] for rank in range(max(self._rows_of, default=-1) + 1)]
+
     def staleness_of_workers(self) -> list[dict[int, int]]:
         """By rank, {versions: pushes}, the least stale first; empty where nobody pushed to a server."""
         ranks = range(max(self._staleness, default=-1) + 1)
@@ -93,10 +118,19 @@ class History:
         """The newest estimate of rate times largest curvature of a push, over workers; None without one."""
         return max(self._gain.values(), default=None)
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event) -> bool:
+        """Whether it counts. A slice that a lost worker may have reported already (`again`) takes that report's place."""
+        self.note(event)
+        if event.values.get("again"):
+            reports = self._open.get(event.tick)
+            if not reports:
+                return False  # the tick is complete
+            for report in [one for one in reports if one.values["lease"][:2] == event.values["lease"][:2]]:
+                reports.remove(report)
+                self.consumed -= report.values["rows"]
         self._open[event.tick].append(event)
         self.consumed += event.values["rows"]
-        self.note(event)
+        return True
 
     def note(self, event: Event) -> None:
         """What a worker's `step` or `closing` says of its pushes."""
@@ -114,11 +148,13 @@ class History:
         reports = self._open.pop(tick)
         self.steps += 1
         row = row_of(self.steps, tick, reports, workers)
+        self.consumed += row["rows"] - sum(report.values["rows"] for report in reports)
         self._keep(row)
         for part in PARTS:
             self._timing[part] += row[f"{part}_s"]
         for report in reports:
             if report.rank is not None:
+                self._rows_of[report.rank] += report.values["rows"]
                 for part in PARTS:
                     self._timing_of[report.rank][part] += report.values[f"{part}_s"]
         return row
@@ -158,6 +194,10 @@ def row_of(step: int, tick: int, reports: list[Event], workers: int) -> dict[str
         "rate": values[0]["rate"],
         "seconds": max(report.time_s for report in reports),
     }
+    if "global_rows" in values[0]:  # a worker that is lost may have taken its own report with it
+        row["rows"] = values[0]["global_rows"]
+        if row["unused"] == sum(v["rows"] for v in values):
+            row["unused"] = row["rows"] if row["unused"] else 0
     row |= {f"{part}_s": sum(v[f"{part}_s"] for v in values) / sharing for part in PARTS}
     return row | {"bytes": sum(v["bytes"] for v in values), "round": any(v["round"] for v in values), "ticks": 1}
 

@@ -79,7 +79,9 @@ class Run:
     columns). pandas.DataFrame takes it as it is. Of runs of more than 32,768 steps a row is of several, as its column
     `ticks` says; events.jsonl has them all (`read_history`)."""
     rows: dict[str, Any]
-    """Rows consumed: {"total", "workers": [one a worker], "unused": with a dropped or skipped gradient}."""
+    """Rows consumed: {"total", "workers": [one a worker], "unused": with a dropped or skipped gradient}. Where members
+    changed also {"repeated": trained again, counted once, "partial": of lost workers, which only some of several shards
+    of the server have}."""
     timing: dict[str, float]
     """Seconds of the training loop, mean over workers: {"input", "compute", "exchange", "wait"}."""
     timing_of_workers: list[dict[str, float]] = field(default_factory=list)
@@ -105,6 +107,13 @@ class Run:
     """Exchanges among replicas; at the workers' own pace those of worker 0."""
     generations: int = 1
     """Memberships the run had; 1 where no worker was lost or joined."""
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    """Workers that were lost, and without which the run went on: {"worker_id", "host", "cause", "step", "seconds"}."""
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """Where the whole run started again: {"step": from which it went on, "cause", "seconds", "message"}."""
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Where members changed: {"goodput": the share of the workers' time that was used, "wall_s": seconds since the first
+    step, and in worker-seconds what was not: "absent_s", "paused_s" while groups were formed, "repeated_s"}."""
     directory: AnyPath | None = None
     """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a
     RemotePath, whose text is that URL."""
@@ -224,7 +233,11 @@ class Run:
 
     def to_json(self) -> str:
         """All but tensors and history (which is in events.jsonl), as in result.json; NaN as in docs/events.md."""
-        return events.to_json({f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE})
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE}
+        for name in ("losses", "goodput"):
+            if not values[name]:
+                del values[name]
+        return events.to_json(values)
 
     @classmethod
     def from_json(cls, saved: str | dict[str, Any], *, answer: Answer, directory: AnyPath | None = None) -> Self:

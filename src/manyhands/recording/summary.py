@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as escape
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_batch(facts),
         *_time(facts),
         *_exchanged(facts),
+        *_survived(facts),
         *_staleness(facts),
         *_unusual(facts),
         *([("directory", str(facts["directory"]))] if facts["directory"] is not None else []),
@@ -105,6 +107,24 @@ def _speed(facts: dict[str, Any]) -> Lines:
         units.count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _survived(facts: dict[str, Any]) -> Lines:
+    """Lost workers, and what they and other changes of the members cost."""
+    found: Lines = []
+    if losses := facts.get("losses"):
+        causes = Counter(loss["cause"] for loss in losses)
+        listed = ", ".join(f"{cause} {number}" for cause, number in causes.items())
+        found.append(("lost", f"{units.count(len(losses), 'worker')} ({listed}); the run went on without them"))
+    if restarts := facts.get("restarts"):
+        steps = ", ".join(f"{one['step']:,}" for one in restarts)
+        found.append(("restarts", f"{len(restarts)}, from step {steps}"))
+    if goodput := facts.get("goodput"):
+        names = [name for name in ("absent", "paused", "repeated") if goodput[f"{name}_s"] > 0]
+        costs = "   ".join(f"{name} {units.seconds(goodput[f'{name}_s'])}" for name in names)
+        used = f"{100 * goodput['goodput']:.1f} % of the workers' time"
+        found.append(("goodput", used + (f"; not used, in worker-seconds: {costs}" if costs else "")))
+    return found
 
 
 def _simulated(facts: dict[str, Any]) -> Lines:
@@ -225,6 +245,9 @@ def _unusual(facts: dict[str, Any]) -> Lines:
     found: Lines = []
     if unused:
         found.append(("unused", f"{units.count(unused, 'row')} whose gradient was dropped or skipped"))
+    if partial := facts["rows"].get("partial"):
+        why = "which only some shards of the server have: their worker was lost between two"
+        found.append(("partial", f"{units.count(partial, 'row')} {why}"))
     if facts["generations"] > 1:
         found.append(("members", f"changed {units.count(facts['generations'] - 1, 'time')}"))
     if info.get("stopped"):

@@ -7,18 +7,21 @@ import torch
 from manyhands.comm.group import MeanResult
 from manyhands.worker import Worker
 
-MORE, STOP = 1, 2
-CONTROL_BITS = 2  # bit CONTROL_BITS + i of an exchange says that parameter i got a gradient
-_MASK = (1 << CONTROL_BITS) - 1
+MORE, STOP, REGROUP = 1, 2, 4
+CONTROL_BITS = 2  # where members never change; see `ControlBits.width`
 SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is received within about so many seconds, and within so many ticks
 
 
 class ControlBits:
     """This worker's own bits, and those that came back from the exchanges of this tick."""
 
-    def __init__(self) -> None:
+    def __init__(self, elastic: bool = False) -> None:
+        """elastic: members may change, which needs a bit of its own."""
+        self.width = CONTROL_BITS + elastic
+        """Bit `width` + i of an exchange says that parameter i got a gradient."""
         self.more = True  # rows are left here this epoch
         self.stop = False  # this worker wants all to stop
+        self.regroup = False  # all are to form the next generation
         self.received = 0  # of the exchanges of this tick, OR of all ranks
         self._unsynced_ticks, self._sync_after_ticks = 0, 1  # ticks since the last sync, and when the next is due
         self._synced_s = 0.0  # when the last one was, on the worker's clock
@@ -26,7 +29,7 @@ class ControlBits:
     @property
     def own(self) -> int:
         """What this worker sends."""
-        return (MORE if self.more else 0) | (STOP if self.stop else 0)
+        return (MORE if self.more else 0) | (STOP if self.stop else 0) | (REGROUP if self.regroup else 0)
 
     @property
     def any_rank_has_rows(self) -> bool:
@@ -42,8 +45,12 @@ class ControlBits:
 
     def record(self, total: MeanResult) -> MeanResult:
         """Take note of the control bits that came back from an exchange."""
-        self.received |= total.bits & _MASK
+        self.received |= total.bits & ((1 << self.width) - 1)
         return total
+
+    def restart(self) -> None:
+        """Other members: nothing is received, and the next tick without an exchange is due."""
+        self.received, self._unsynced_ticks, self._sync_after_ticks = 0, 0, 1
 
     def sync_if_due(self, worker: Worker) -> bool:
         """For ticks without an exchange: swap the control bits alone, about once a second. Whether it did in this tick.

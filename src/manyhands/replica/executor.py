@@ -68,6 +68,9 @@ class StepExecutor(ABC):
         None is an empty tick: zero gradients of weight 0.
         """
 
+    def limit_rows(self, rows: int) -> None:  # noqa: B027
+        """Compute no more than so many rows at once from now on, where that is possible; the step stays the same."""
+
     @abstractmethod
     def clip(self, norm: float) -> None:
         """Scale the gradients so that their norm over the whole replica is at most `norm`."""
@@ -170,9 +173,15 @@ class AutogradExecutor(StepExecutor):
         self.optimizer.manyhands_trains = True  # type: ignore[attr-defined]  # prepared, or a task's
 
     @override
+    def limit_rows(self, rows: int) -> None:
+        self._micro = rows if self._micro is None else min(rows, self._micro)
+
+    @override
     def begin_tick(self) -> None:
         for p in self._parameters:
             p.grad = None
+        if self._buckets is not None:
+            self._buckets.reset()
 
     # -- gradient ----------------------------------------------------------------------------------------------------
 
@@ -357,10 +366,14 @@ class _Buckets:
         self._cuts = sorted(cuts, key=lambda cut: -cut[0].layout.numbers[cut[1].stop - 1])  # as backward completes them
         self._bucket_of = {shard.layout.numbers[i]: k for k, (shard, which) in enumerate(self._cuts) for i in which}
         self._active, self._weight = False, 0.0
-        self._flushed(None)
+        self.reset()
         for shard in executor.shards:
             for number, p in zip(shard.layout.numbers, shard.layout.parameters, strict=True):
                 p.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+
+    def reset(self) -> None:
+        """Nothing is handed out: also where a lost peer ended the step before in the middle of its backward."""
+        self._flushed(None)
 
     def begin(self, scale: float | None, weight: float) -> None:
         self._flushed(scale)

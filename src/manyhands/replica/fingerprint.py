@@ -36,6 +36,11 @@ from manyhands.worker import Worker
 
 Facts = dict[str, Any]
 
+REMEDY = (
+    "Put the same files and versions on every host. Read settings that must differ from environment variables, and rows "
+    "that only one host has from an IterableDataset"
+)
+
 ROWS = 4  # of each source that are read and compared
 CLOSE = 1e-3
 """Means of rows nearer than this are alike: decoders and vector units of other machines round otherwise."""
@@ -49,10 +54,7 @@ _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
 def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
     """A collective: BadInput on all workers where one's facts are not worker 0's."""
     if found := differences(worker, facts):
-        raise BadInput(
-            f"{found}. Put the same files and versions on every host. Read settings that must differ from environment "
-            "variables, and rows that only one host has from an IterableDataset"
-        )
+        raise BadInput(f"{found}. {REMEDY}")
 
 
 def differences(worker: Worker, facts: Callable[[], Facts]) -> str:
@@ -61,13 +63,21 @@ def differences(worker: Worker, facts: Callable[[], Facts]) -> str:
 
     Workers of one process have the same code and data: they look at nothing.
     """
+    return next(iter(differing(worker, facts, 0).values()), "")
+
+
+def differing(worker: Worker, facts: Callable[[], Facts], of: int) -> dict[int, str]:
+    """A collective: the ranks whose facts are not those of rank `of`, and how they differ."""
     if worker.size == 1 or worker.shares_process:
-        return ""
-    first, *others = worker.group.all_gather_json({"host": worker.host, "facts": facts()})
-    for rank, other in enumerate(others, start=1):
-        if found := _differing(first["facts"], other["facts"], f"worker 0 ({first['host']})"):
-            return f"worker {rank} on {other['host']} differs from worker 0: {'; '.join(found)}"
-    return ""
+        return {}
+    everyone = worker.group.all_gather_json({"host": worker.host, "name": worker.worker_id, "facts": facts()})
+    theirs, found = everyone[of], {}
+    where = f"worker {theirs['name']} ({theirs['host']})"
+    for rank, other in enumerate(everyone):
+        if differences := _differing(theirs["facts"], other["facts"], where):
+            who = f"worker {other['name']} on {other['host']} differs from worker {theirs['name']}"
+            found[rank] = f"{who}: {'; '.join(differences)}"
+    return found
 
 
 def _differing(facts: Facts, others: Facts, where: str) -> list[str]:

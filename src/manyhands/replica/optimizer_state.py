@@ -32,6 +32,7 @@ class OptimizerState:
         """layout: of all parameters. zeros, named: the replica's."""
         self._optimizer, self._layout, self._zeros, self._named = optimizer, layout, zeros, named
         self.vectors: dict[str, FlatVector] = {}
+        self._copies: dict[str, FlatVector] = {}  # by name, memory for the means of `vectors`
         self._scalars: list[str] = []
         self._known = 0  # bits: parameters that have state on every rank
 
@@ -44,16 +45,35 @@ class OptimizerState:
         grad_mask: bits, the same on all ranks: the parameters that any rank has stepped since the last call.
         Raises Unsupported, on all ranks, by name, for state that is neither like its parameter nor a number.
         """
+        self.mean(group, weight, grad_mask)()
+
+    def mean(self, group: Group, weight: float, grad_mask: int, *, copies: bool = False) -> Callable[[], None]:
+        """`average`, of which the last part is left to what this returns: it writes the numbers.
+
+        copies: the means are computed in further vectors, as many again, and it writes them, too.
+        """
         if group.size == 1:
-            return
+            return lambda: None
         if grad_mask | self._known != self._known:
             self._agree(group)
             self._known |= grad_mask
         self._adopt()
-        for vector in self.vectors.values():
+        means = self.vectors if not copies else {name: self._copy(name) for name in self.vectors}
+        for vector in means.values():
             vector.mean_(group, weight)
-        if self._scalars:
-            self._take_most_advanced(group)
+        taken = self._most_advanced(group) if self._scalars else []
+
+        def take_over() -> None:
+            for name, vector in means.items() if copies else ():
+                self.vectors[name].copy_(vector)
+            for p, name, value in taken:
+                self._put(p, name, value)
+
+        return take_over
+
+    def regroup(self) -> None:
+        """Other ranks: who has state is asked again before the next average."""
+        self._known = 0
 
     def reset(self) -> None:
         """Forget all state, as after construction."""
@@ -105,7 +125,13 @@ class OptimizerState:
                     view.copy_(tensor)
                     self._optimizer.state[p][name] = view
 
-    def _take_most_advanced(self, group: Group) -> None:
+    def _copy(self, name: str) -> FlatVector:
+        if name not in self._copies:
+            self._copies[name] = self._zeros()
+        return self._copies[name].copy_(self.vectors[name])
+
+    def _most_advanced(self, group: Group) -> list[tuple[Tensor, str, float]]:
+        """For each parameter and number, what is taken over."""
         names, parameters = self._scalars, self._layout.parameters
         mine = [float(self._optimizer.state.get(p, {}).get(name) or 0.0) for name in names for p in parameters]
         rows = group.all_gather(torch.tensor(mine, dtype=torch.float64))
@@ -114,9 +140,11 @@ class OptimizerState:
         if "step" in names:
             first = torch.from_numpy(everyone[:, names.index("step")].numpy().argmax(0))  # [P] the rank
             taken = everyone.gather(0, first.expand(1, len(names), -1))[0]
-        for name, values in zip(names, taken.tolist(), strict=True):
-            for p, value in zip(parameters, values, strict=True):
-                self._put(p, name, value)
+        return [
+            (p, name, value)
+            for name, values in zip(names, taken.tolist(), strict=True)
+            for p, value in zip(parameters, values, strict=True)
+        ]
 
     def _put(self, p: Tensor, name: str, value: float) -> None:
         state = self._optimizer.state.get(p, {})

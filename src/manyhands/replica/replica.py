@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from manyhands import units
 from manyhands.comm.group import Group, MeanResult
-from manyhands.errors import BadInput, ManyhandsError
-from manyhands.replica.control_bits import CONTROL_BITS, ControlBits
+from manyhands.errors import BadInput, NotFinite
+from manyhands.replica.control_bits import ControlBits
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout
 from manyhands.replica.optimizer_state import OptimizerState
 from manyhands.task import Loss
+
+T = TypeVar("T")
 
 
 class Replica:
@@ -39,14 +41,16 @@ class Replica:
         clip_norm: float | None = None,
         nonfinite: str = "raise",
         clock: Callable[[], float] = time.perf_counter,
+        elastic: bool = False,
     ) -> None:
         """Build the executor's model in memory of `group`, then the schedule. Same order on all ranks.
 
         group: the workers that hold the same shards, `worker.mesh.data`.
         nonfinite: "raise", "skip", or "apply" as a plain loop does.
         clock: the worker's, for `apply_seconds`.
+        elastic: other workers may take the place of these: see `join`.
         """
-        self.executor, self._group = executor, group
+        self.executor, self._group, self.elastic = executor, group, elastic
         self._clip_norm, self._nonfinite, self._clock = clip_norm, nonfinite, clock
         executor.build(self._allocate)
         self.model, self.optimizer, self.shards = executor.model, executor.optimizer, executor.shards
@@ -54,12 +58,13 @@ class Replica:
         self.parameters = FlatVector([shard.parameters for shard in self.shards])
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
+        self._computes_alone = False  # nothing of this gradient is to be exchanged
         self.schedule: Any = None
         self.watched: str | None = None  # the validation metric on which the schedule is stepped, if it is on one
         if schedule is not None:
             self.use_schedule(schedule)
         self.optimizer_state = OptimizerState(self.optimizer, self.layout, self.zeros, self.named)
-        self.control = ControlBits()
+        self.control = ControlBits(elastic)
         self.weight = 0.0  # behind `gradients`: own, then the total after a mean
         self.grad_mask = 0  # bits: the parameters that got a gradient, first here, after a mean anywhere
         self.tick = self.step = 0  # loop turns, optimizer steps
@@ -68,6 +73,11 @@ class Replica:
         self.idle = False  # no rows here in this tick, while others have some: the schedule moves on all the same
         self.skip = False  # this tick's gradient would come too late: `backward` leaves it out, as without rows
         self.rounds = 0  # exchanges so far
+        self.stepped = False  # this tick's gradient was applied, or left out by `apply`
+        self.completed = 0  # rounds that `complete` was called for, where members may change
+        self._rounds_with_it = 0
+        self.round_has_step = False  # the newest of them has what this tick's gradient moved
+        self._to_complete: Callable[[], Any] | None = None  # all that is missing of a round that others may have
         self.apply_seconds = 0.0
 
     @classmethod
@@ -95,6 +105,10 @@ class Replica:
         if not self.executor.has_gradients:
             raise self.executor.without_gradients()
         return self._gradients
+
+    def join(self, group: Group) -> None:
+        """The workers that hold the same shards are this group's from now on. Nothing is moved or copied."""
+        self._group = group
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -169,7 +183,7 @@ class Replica:
 
     def reset_flags(self) -> None:
         """`begin_tick` for a loop that keeps or zeroes gradients itself."""
-        self.control.received, self.idle, self.skip = 0, False, False
+        self.control.received, self.idle, self.skip, self.stepped = 0, False, False, False
         self.weight, self.grad_mask = 0.0, 0
 
     def backward(self, batch: Any | None) -> float:
@@ -182,6 +196,24 @@ class Replica:
         found = self.executor.backward(None if self.skip else batch)
         self.weight, self.grad_mask = found.weight, found.grad_mask
         return found.loss
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether `gradients` holds the mean of all workers."""
+        return self._mean is not None
+
+    def computes_finite(self, batch: Any | None) -> bool:
+        """Whether this worker's own gradient over these rows is finite: computed again, in the place of what `gradients`
+        holds, and exchanged with nobody."""
+        self._computes_alone = True
+        try:
+            self.executor.begin_tick()
+            for part in self._gradients.parts:
+                part.zero_()  # the padding, too, which no backward fills
+            self.backward(batch)
+            return self._finite()
+        finally:
+            self._computes_alone = False
 
     def collect(self) -> None:
         """In the user's own loop: gather every `.grad` into `gradients`, zero the rest, and note which there were."""
@@ -197,6 +229,8 @@ class Replica:
         """
 
         def ready(gradients: Tensor, weight: float, grad_mask: int) -> None:
+            if self._computes_alone:
+                return
             self.weight, self.grad_mask = weight, grad_mask
             callback(gradients)
 
@@ -206,7 +240,7 @@ class Replica:
 
     def bits(self) -> int:
         """What this worker says beside its vector: control bits, then one per parameter with a gradient."""
-        return self.control.own | self.grad_mask << CONTROL_BITS
+        return self.control.own | self.grad_mask << self.control.width
 
     def mean_gradients(self, group: Group) -> MeanResult:
         """Weighted mean of `gradients` over the group, in place; sets `weight` to the total, `grad_mask` to the OR.
@@ -223,20 +257,45 @@ class Replica:
         self.control.record(total)
         self._mean = total
         self.weight, self.idle = total.weight, False
-        self.grad_mask = total.bits >> CONTROL_BITS
+        self.grad_mask = total.bits >> self.control.width
         self.executor.show_gradients(self.grad_mask)
         return total
 
     def mean_(self, group: Group, vector: FlatVector, weight: float, bits: int = 0) -> MeanResult:
         """Weighted mean of any vector, with this worker's control bits; `bits` go above them."""
         self.rounds += group.size > 1
-        total = self.control.record(vector.mean_(group, weight, self.control.own | bits << CONTROL_BITS))
-        return MeanResult(total.weight, total.bits >> CONTROL_BITS)
+        total = self.control.record(vector.mean_(group, weight, self.control.own | bits << self.control.width))
+        return MeanResult(total.weight, total.bits >> self.control.width)
 
     def sum_weights(self, group: Group, weight: float) -> float:
         """The sum of all ranks' weights, with the control bits and no vector."""
         self.rounds += group.size > 1
         return self.control.record(group.mean_(torch.empty(0), weight, self.control.own)).weight
+
+    def complete(self, group: Group, action: Callable[[], T], *, steps: bool = False) -> T:
+        """A round's result is here: do `action`, all that is left of the exchange, once every rank has the result.
+
+        Where members may change, nothing but `action` may write what a replica keeps, and it may not call the group.
+        A rank that loses a peer before it is here repeats the round with the members who are left. Whoever loses one
+        while it waits here does the action as soon as it learns that another has done it: see `catch_up`.
+        steps: the action is this tick's step, of what all have computed.
+        """
+        if self.elastic:
+            self._to_complete, self._rounds_with_it = action, self.rounds
+            self.round_has_step = self.stepped or steps
+            group.barrier()
+            self._to_complete = None
+            self.completed += 1
+        return action()
+
+    def catch_up(self, completed: int) -> None:
+        """Other members, of whom one has completed so many rounds: do what this rank has not of the last one."""
+        action, self._to_complete = self._to_complete, None
+        if self.completed < completed:
+            assert action is not None, "a round cannot be complete elsewhere before its result is here"
+            action()
+            self.completed += 1
+            self.rounds = self._rounds_with_it
 
     def broadcast_from_rank0(self, group: Group) -> None:
         """Take rank 0's parameters and buffers."""
@@ -247,11 +306,13 @@ class Replica:
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    def apply(self) -> bool:
+    def apply(self, *, extra: bool = False) -> bool:
         """Clip, optimizer step, schedule step. False: nothing was done (weight 0, or not finite and "skip").
 
-        Raises ManyhandsError for a gradient that is not finite, unless nonfinite="skip".
+        extra: of rows that were another's: neither the step nor the schedule counts it.
+        Raises NotFinite for a gradient that is not finite, unless nonfinite="skip".
         """
+        self.stepped = True
         if self.weight == 0:
             if self.idle:
                 self._follow_step()
@@ -264,8 +325,9 @@ class Replica:
         if self._clip_norm is not None:
             self.executor.clip(self._clip_norm)
         self.executor.apply()
-        self._follow_step()
-        self.step += 1
+        if not extra:
+            self._follow_step()
+            self.step += 1
         self.apply_seconds += self._clock() - start
         return True
 
@@ -325,14 +387,14 @@ class Replica:
             return finite
         return not self.executor.reduce(torch.tensor([float(not finite)], dtype=torch.float64)).any()
 
-    def _not_finite(self) -> ManyhandsError:
+    def _not_finite(self) -> NotFinite:
         names = [name for name, view in self.named(self.gradients).items() if not view.isfinite().all()]
         own = 'set clip_norm, look at the rows of this step, or pass nonfinite="skip" to leave such steps out'
         users = (
             "look at the rows of this step, or skip step() on all workers when the norm that clip_grad_norm_ returns "
             "is not finite"
         )
-        return ManyhandsError(
+        return NotFinite(
             f"the gradient of step {self.step} is not finite in {units.listed(names, 5)}: lower the learning rate, "
             + (own if self.has_loss else users)
         )

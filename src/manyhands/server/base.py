@@ -94,6 +94,11 @@ class Server(ABC):
         Rules that answer, under bound 0, do so when all who take part have pushed in this tick, or finished it.
         """
 
+    @property
+    @abstractmethod
+    def pushes(self) -> int:
+        """The number of the last push; they count from 1."""
+
     @abstractmethod
     def tick(self, bits: int = 0) -> int:
         """A tick is finished: waits until the gate of `bound` lets this worker begin its next.

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError, from_json, to_json
 from manyhands.units import printable
 
+T = TypeVar("T")
 PushReply = Applied | Held | Dropped
+Connect = Callable[[int], Channel]
+"""shard -> a channel to its primary, another one than before. For shards of which there are copies: it waits until there
+is one, and where there will be none the run ends."""
 
 
 class ServerClient(Server):
@@ -61,6 +65,11 @@ class ServerClient(Server):
             return Pushed(applied=True)
         behind = first.behind if isinstance(first, Dropped) else 0
         return Pushed(isinstance(first, Applied), answer, first.weight, first.bits, behind)
+
+    @property
+    @override
+    def pushes(self) -> int:
+        return self._sequence
 
     @override
     def tick(self, bits: int = 0) -> int:
@@ -122,9 +131,11 @@ class PushJournal:
 
 class ServedServer(FirstError, ServerClient):
     """What a worker gets as `worker.server`. Raises ShardLost (a PeerLost) as soon as a shard is gone; then it is
-    unusable. Every request goes to all shards before the first answer is awaited.
+    unusable. With `connect` it goes on with the shard's next primary: the open request is sent again, and counts once.
+    Every request goes to all shards before the first answer is awaited.
 
     channels: to each shard, in order; this server's from now on. Where one is a Unix socket, vectors go through memory.
+    connect: in place of channels, for so many shards.
     hosts: of the workers, by rank, for messages.
     memory_from: so many bytes of a shard's vector are worth shared memory; -1: never.
     """
@@ -132,13 +143,19 @@ class ServedServer(FirstError, ServerClient):
     def __init__(
         self,
         spec: ServerSpec,
-        channels: Sequence[Channel],
+        channels: Sequence[Channel] = (),
         *,
+        connect: Connect | None = None,
+        shards: int = 0,
         hosts: Sequence[str] = (),
         memory_from: int = SMALL_BYTES,
     ) -> None:
-        super().__init__(spec, len(channels))
-        self._connections = [ShardConnection(s, channel, hosts, memory_from) for s, channel in enumerate(channels)]
+        first = channels if connect is None else [connect(shard) for shard in range(shards)]
+        super().__init__(spec, len(first))
+        self._numbers_ticks = connect is not None  # they may be sent again
+        self._connections = [
+            ShardConnection(shard, channel, hosts, memory_from, connect) for shard, channel in enumerate(first)
+        ]
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
 
@@ -149,20 +166,39 @@ class ServedServer(FirstError, ServerClient):
         with self._turn():
             wins = True
             for connection, part in zip(self._connections, parts, strict=True):
-                connection.ask("initialize", self.step, Kind.OFFER if wins else Kind.AWAIT, **about(part))
-                wins = connection.answer(Kind.WANTED, Kind.DONE).kind == Kind.WANTED
-                if wins:
-                    connection.send(Kind.GIVE, part)
-                    connection.answer(Kind.DONE)
-                    self.ledger.add("initialize", part.nbytes)
+                wins = self._offer(connection, part, wins)
         self._like = (center.numel(), center.dtype)
+
+    def _offer(self, connection: ShardConnection, part: Tensor, wins: bool) -> bool:
+        """Give one shard its part, if nobody has before; whether it was this worker's that it took."""
+        gave = False
+
+        def offer(_: ShardConnection) -> None:
+            connection.ask("initialize", self.step, Kind.OFFER if wins else Kind.AWAIT, **about(part))
+
+        def give(_: ShardConnection) -> None:
+            nonlocal gave
+            if connection.answer(Kind.WANTED, Kind.DONE).kind == Kind.WANTED:
+                connection.send(Kind.GIVE, part)
+                gave = True
+                connection.answer(Kind.DONE)
+
+        connection.begin(offer)
+        connection.finish(give)
+        if gave:
+            self.ledger.add("initialize", part.nbytes)
+        return gave
 
     @override
     def activate(self) -> None:
         self._tell("activate", Kind.ACTIVATE)
+        for connection in self._connections:
+            connection.active = True
 
     @override
     def deactivate(self) -> None:
+        for connection in self._connections:
+            connection.active = False
         self._tell("deactivate", Kind.DEACTIVATE)
 
     @override
@@ -171,27 +207,29 @@ class ServedServer(FirstError, ServerClient):
             raise BadInput(
                 "call initialize, pull or center before server.capture: they tell this worker the length of the vector"
             )
-        with self._turn():
-            for connection in self._connections:
-                connection.ask("capture", self.step, Kind.CAPTURE)
-            captured = []
-            for shard, connection in enumerate(self._connections):
-                start, stop = slice_of(shard, self.shards, self._like[0])
-                captured.append(connection.read_snapshot(stop - start))
-        return joined(captured)
+        lengths = [
+            stop - start for start, stop in (slice_of(s, self.shards, self._like[0]) for s in range(self.shards))
+        ]
+        return joined(
+            self._each(
+                lambda connection: connection.ask("capture", self.step, Kind.CAPTURE),
+                lambda connection: connection.read_snapshot(lengths[connection.shard]),
+            )
+        )
 
     @override
     def restore(self, snapshot: ServerState) -> None:
         self.initialize(snapshot.vectors["center"])  # so that the shards know their length; loses where there is one
-        with self._turn():
-            pieces = cut(snapshot, self.shards)
-            for connection, (vectors, numbers) in zip(self._connections, pieces, strict=True):
-                blob = to_json({"names": list(vectors), "numbers": numbers})
-                connection.ask("restore", self.step, Kind.RESTORE, blob=blob)
-                for vector in vectors.values():
-                    connection.send(Kind.VECTOR, vector)
-            for connection in self._connections:
-                connection.answer(Kind.DONE)
+        pieces = cut(snapshot, self.shards)
+
+        def send(connection: ShardConnection) -> None:
+            vectors, numbers = pieces[connection.shard]
+            blob = to_json({"names": list(vectors), "numbers": numbers})
+            connection.ask("restore", self.step, Kind.RESTORE, blob=blob)
+            for vector in vectors.values():
+                connection.send(Kind.VECTOR, vector)
+
+        self._each(send, lambda connection: connection.answer(Kind.DONE))
 
     @override
     def close(self) -> None:
@@ -200,16 +238,22 @@ class ServedServer(FirstError, ServerClient):
 
     # -- all shards ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, operation: str, kind: Kind, answer: Kind = Kind.DONE, **fields: Any) -> Frame:
-        """Ask all shards; the first one's answer."""
+    def _each(self, ask: Callable[[ShardConnection], object], take: Callable[[ShardConnection], T]) -> list[T]:
+        """Ask all shards, then take their answers. Both may be called again, for a shard's next primary."""
         with self._turn():
             for connection in self._connections:
-                connection.ask(operation, self.step, kind, **fields)
-            return self._answers(answer)[0]
+                connection.begin(ask)
+            return [connection.finish(take) for connection in self._connections]
 
-    def _answers(self, *kinds: Kind) -> list[Frame]:
-        """One of each shard; a shard that is gone is noticed also while another one waits for workers."""
-        return [connection.answer(*kinds, meanwhile=self._check_shards) for connection in self._connections]
+    def _tell(self, operation: str, kind: Kind, answer: Kind = Kind.DONE, **fields: Any) -> Frame:
+        """Ask all shards; the first one's answer."""
+        return self._each(
+            lambda one: one.ask(operation, self.step, kind, **fields), lambda one: self._answer_of(one, answer)
+        )[0]
+
+    def _answer_of(self, connection: ShardConnection, *kinds: Kind) -> Frame:
+        """Of one shard; a shard that is gone is noticed also while another one waits for workers."""
+        return connection.answer(*kinds, meanwhile=self._check_shards)
 
     def _check_shards(self) -> None:
         for connection in self._connections:
@@ -217,15 +261,19 @@ class ServedServer(FirstError, ServerClient):
 
     @override
     def _read(self, operation: str, into: Tensor) -> list[int]:
-        parts = self._attached(operation, into)
-        versions = []
-        with self._turn():
-            for connection, part in zip(self._connections, parts, strict=True):
-                connection.ask(operation, self.step, Kind.PULL if operation == "pull" else Kind.PEEK, **about(part))
-            for connection, part in zip(self._connections, parts, strict=True):
-                frame = connection.answer(Kind.CENTER)
-                connection.read_center(frame, part)
-                versions.append(frame.a)
+        parts = self._parts(operation, into)
+        kind = Kind.PULL if operation == "pull" else Kind.PEEK
+
+        def ask(connection: ShardConnection) -> None:
+            connection.attach(operation, self.step, parts[connection.shard])
+            connection.ask(operation, self.step, kind, **about(parts[connection.shard]))
+
+        def take(connection: ShardConnection) -> int:
+            frame = connection.answer(Kind.CENTER)
+            connection.read_center(frame, parts[connection.shard])
+            return frame.a
+
+        versions = self._each(ask, take)
         self._like = (into.numel(), into.dtype)
         self._count(operation, into)
         return versions
@@ -234,46 +282,45 @@ class ServedServer(FirstError, ServerClient):
     def _push(
         self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
     ) -> tuple[Sequence[PushReply], Tensor | None]:
-        parts = self._of_push(update, weight, bits)
-        with self._turn():
-            fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
-            for connection, part in zip(self._connections, parts, strict=True):
-                connection.push(self.step, part, encoded=isinstance(update, Encoded), **fields)
-            frames = self._answers(Kind.APPLIED, Kind.DROPPED, Kind.HELD)
-            return [_reply(frame) for frame in frames], self._read_answer(frames, update)
+        """An answer is taken before the next shard's reply: should that one be lost, this one's stands."""
+        parts, likes = self._of_push(update, weight, bits)
+        fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
+
+        def ask(connection: ShardConnection) -> None:
+            connection.attach("push", self.step, likes[connection.shard])
+            connection.push(self.step, parts[connection.shard], encoded=isinstance(update, Encoded), **fields)
+
+        def take(connection: ShardConnection) -> tuple[PushReply, bool]:
+            frame = self._answer_of(connection, Kind.APPLIED, Kind.DROPPED, Kind.HELD)
+            if frame.kind == Kind.HELD:
+                return _reply(frame), False
+            return _reply(frame), connection.read_answer(frame, self._place_of_answer(update)[connection.shard])
+
+        taken = self._each(ask, take)
+        return [reply for reply, _ in taken], self._answer if any(answered for _, answered in taken) else None
 
     @override
     def _tick(self, bits: int) -> int:
-        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits)).blob)
+        number = {"sequence": self.step} if self._numbers_ticks else {}
+        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits), **number).blob)
 
-    def _of_push(self, update: Tensor | Encoded, weight: float, bits: int) -> Sequence[Tensor]:
-        """What each shard is sent of an update: its part, or its payload. BadInput for what cannot be one."""
+    def _of_push(self, update: Tensor | Encoded, weight: float, bits: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What each shard is sent of an update (its part, or its payload), and a vector like its part of the center.
+        BadInput for what cannot be one."""
         if isinstance(update, Tensor):
             check_mean(update, weight, bits)
-            return self._attached("push", update)
+            parts = self._parts("push", update)
+            return parts, parts
         check_mean(torch.empty(0, dtype=update.dtype), weight, bits)
         check_encoded(codec_for(self.spec), update, self.shards)
-        self._attached("push", torch.empty(update.n, dtype=update.dtype, device="meta"))  # for the answer
-        return update.parts
+        return update.parts, self._parts("push", torch.empty(update.n, dtype=update.dtype, device="meta"))
 
-    def _read_answer(self, frames: Sequence[Frame], update: Tensor | Encoded) -> Tensor | None:
-        if frames[0].kind == Kind.HELD:
-            return None
+    def _place_of_answer(self, update: Tensor | Encoded) -> list[Tensor]:
+        """Where the shards' answers to such an update are put together, by shard."""
         n, device = (len(update), update.device) if isinstance(update, Tensor) else (update.n, torch.device("cpu"))
         if self._answer is None or len(self._answer) != n:
             self._answer = torch.empty(n, dtype=update.dtype, device=device)
-        answer = self._answer
-        shards = zip(self._connections, frames, parts_of(answer, self.shards), strict=True)
-        came = [connection.read_answer(frame, part) for connection, frame, part in shards]
-        return answer if any(came) else None
-
-    def _attached(self, operation: str, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector to push or to read into, memory for them mapped if they go through it."""
-        parts = self._parts(operation, vector)
-        with self._turn():
-            for connection, part in zip(self._connections, parts, strict=True):
-                connection.attach(operation, self.step, part)
-        return parts
+        return parts_of(self._answer, self.shards)
 
     def _parts(self, operation: str, vector: Tensor) -> list[Tensor]:
         """Views of a flat vector, one a shard. BadInput for one that cannot be the center's like."""
@@ -317,16 +364,63 @@ class ShardConnection:
 
     waited_s: float = 0.0  # while the shard waited for other workers
 
-    def __init__(self, shard: int, channel: Channel, hosts: Sequence[str], memory_from: int) -> None:
-        self.channel = channel
-        self._shard, self._hosts, self._memory_from = shard, hosts, memory_from
-        self._peer = channel.peer if "shard" in channel.peer else f"server shard {shard}, {channel.peer}"
+    def __init__(
+        self,
+        shard: int,
+        channel: Channel,
+        hosts: Sequence[str],
+        memory_from: int,
+        connect: Connect | None = None,
+    ) -> None:
+        self.primaries = 0  # which this connection has had after the first
+        self.shard, self.active = shard, False  # whether the worker takes part, and a later primary is to know it
+        self._hosts, self._memory_from = hosts, memory_from
+        self._connect = connect
         self._asked = ("activate", 0, 0.0)  # operation, step, when
+        self._ask: Callable[[ShardConnection], object] = lambda _: None  # the open request
+        self._stage: Tensor | None = None  # [n], see `_staging`
+        self._use(channel)
+
+    def _use(self, channel: Channel) -> None:
+        self.channel = channel
+        self._peer = channel.peer if "shard" in channel.peer else f"server shard {self.shard}, {channel.peer}"
         self._window: BufferReader | None = None
         self._outbox: Tensor | None = None  # [n]
-        self._stage: Tensor | None = None  # [n], see `_staging`
         with socket.socket(fileno=os.dup(channel.fileno())) as probe:
-            self._reaches = memory_from >= 0 and probe.family == socket.AF_UNIX  # over which descriptors travel
+            self._reaches = self._memory_from >= 0 and probe.family == socket.AF_UNIX  # over which descriptors travel
+
+    # -- a request, and its answer -------------------------------------------------------------------------------------
+
+    def begin(self, ask: Callable[[ShardConnection], object]) -> None:
+        """Send a request, by a function that can do it again."""
+        self._ask = ask
+        if self._connect is None:
+            ask(self)
+            return
+        with suppress(ShardLost):  # `finish` sends it to the next primary
+            ask(self)
+
+    def finish(self, take: Callable[[ShardConnection], T]) -> T:
+        """Take its answer; of the next primary, where this one is lost and there are copies."""
+        while True:
+            try:
+                if self.channel.fileno() < 0 and self._connect is not None:
+                    self._reconnect(self._connect)
+                    self._ask(self)
+                return take(self)
+            except ShardLost:
+                if self._connect is None:
+                    raise
+
+    def _reconnect(self, connect: Connect) -> None:
+        """To the next primary, which knows what this worker's answered requests did, and may know the open one."""
+        asked = self._asked
+        self._use(connect(self.shard))
+        self.primaries += 1
+        if self.active:
+            self.ask("activate", asked[1], Kind.ACTIVATE)
+            self.answer(Kind.DONE)
+        self._asked = asked
 
     def ask(self, operation: str, step: int, kind: Kind, vector: Tensor | None = None, **fields: Any) -> None:
         self._asked = (operation, step, time.perf_counter())
@@ -361,6 +455,8 @@ class ShardConnection:
 
     def check(self) -> None:
         """Raise ShardLost if the shard is gone, without reading what it sent before."""
+        if self._connect is not None:
+            return  # its next primary is asked when its turn comes
         poll = select.poll()
         poll.register(self.channel, select.POLLRDHUP)
         if poll.poll(0):
@@ -457,7 +553,7 @@ class ShardConnection:
     def _lost(self, why: str) -> ShardLost:
         operation, step, begun = self._asked
         self.channel.close()
-        return ShardLost(self._shard, self._peer, f"server.{operation}", step, time.perf_counter() - begun, why)
+        return ShardLost(self.shard, self._peer, f"server.{operation}", step, time.perf_counter() - begun, why)
 
     def _refusal(self, kind: int, content: dict[str, Any]) -> ManyhandsError:
         if kind == Kind.REFUSED:

@@ -7,6 +7,8 @@ ticks never exceeds bound + 1. Inactive and lost workers hold nobody up.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Gate:
     """Finished ticks of the workers that take part, and those who wait."""
@@ -54,6 +56,16 @@ class Gate:
         self._waiting.pop(worker, None)
         if not any(self._active):
             self._bits = 0  # of a tick that nobody will complete
+
+    def image(self) -> dict[str, Any]:
+        """All that it knows, as JSON."""
+        waiting = sorted(self._waiting.items())
+        return {"finished": self._finished, "active": self._active, "waiting": waiting, "bits": self._bits}
+
+    def take_image(self, image: dict[str, Any]) -> None:
+        """Go on from what `image` gave."""
+        self._finished, self._active = list(image["finished"]), list(image["active"])
+        self._waiting, self._bits = dict(image["waiting"]), image["bits"]
 
     def opened(self) -> list[tuple[int, int]]:
         """Take out (worker, bits) of all that may go on now: at bound 0 the OR of everybody's bits, else its own."""

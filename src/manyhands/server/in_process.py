@@ -47,6 +47,7 @@ class StoreClient(ServerClient):
     def __init__(self, spec: ServerSpec, stores: Sequence[Store], worker: int, generation: int = 0) -> None:
         super().__init__(spec, len(stores))
         self._stores, self._worker, self._generation = stores, worker, generation
+        self._numbers_ticks = False  # they may be sent again, to another copy of a store
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center, once it is there
         self._closed = False
 
@@ -57,7 +58,7 @@ class StoreClient(ServerClient):
     @override
     def initialize(self, center: Tensor) -> None:
         parts = parts_of(center.detach(), self.shards)
-        acts = [partial(Store.initialize, center=part.clone()) for part in parts]
+        acts = [partial(_initialize, part.clone()) for part in parts]
         self._ask("initialize", acts, Load(sends=[part.nbytes for part in parts]))
         self._count("initialize", center)
 
@@ -77,7 +78,7 @@ class StoreClient(ServerClient):
     def restore(self, snapshot: ServerState) -> None:
         pieces = cut(snapshot, self.shards)
         sizes = [sum(vector.nbytes for vector in vectors.values()) for vectors, _ in pieces]
-        acts = [partial(Store.restore, vectors=vectors, numbers=numbers) for vectors, numbers in pieces]
+        acts = [partial(_restore, *piece) for piece in pieces]
         self._ask("restore", acts, Load(sends=sizes))
 
     @override
@@ -127,7 +128,7 @@ class StoreClient(ServerClient):
     @override
     def _tick(self, bits: int) -> int:
         def tick(store: Store) -> Go | object:
-            reply = store.tick(self._worker, bits)
+            reply = store.tick(self._worker, bits, self.step if self._numbers_ticks else 0)
             return reply if isinstance(reply, Go) else HELD
 
         go: Go = self._ask_each("tick", tick)[0]
@@ -160,6 +161,14 @@ class StoreClient(ServerClient):
     def _check_length(self, shape: Sequence[int], what: str, length: int) -> None:
         if len(shape) != 1 or shape[0] != length:
             raise BadInput(f"{what} must be a flat vector of {length} elements here; got the shape {list(shape)}")
+
+
+def _initialize(center: Tensor, store: Store) -> bool:
+    return store.initialize(center)
+
+
+def _restore(vectors: dict[str, Tensor], numbers: dict[str, Any], store: Store) -> None:
+    store.restore(vectors, numbers)
 
 
 def captured(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:

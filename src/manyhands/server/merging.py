@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from manyhands.server.pushes import Applied, Dropped, Held, Push
@@ -31,6 +32,13 @@ class MergePolicy(ABC):
 
     def begin(self, worker: int, version: int) -> None:  # noqa: B027
         """This worker begins anew, at this version."""
+
+    def image(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What it remembers besides `held`: vectors [n] by name, and numbers (JSON)."""
+        return {}, {}
+
+    def take_image(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from what `image` gave."""
 
     @abstractmethod
     def receive(self, push: Push, version: int, tick: int) -> Held | Dropped | None:
@@ -95,6 +103,14 @@ class TickMerge(MergePolicy):
         self._tick = 0  # that `held` belongs to
 
     @override
+    def image(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {"tick": self._tick}
+
+    @override
+    def take_image(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self._tick = numbers["tick"]
+
+    @override
     def receive(self, push: Push, version: int, tick: int) -> Held:
         self._tick = tick
         self.held.append(push)
@@ -127,6 +143,20 @@ class QuorumMerge(MergePolicy):
     @override
     def reset(self, version: int) -> None:
         self._at, self._decided = [version] * len(self._at), {}
+
+    @override
+    def image(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        answers = {str(step): one.answer for step, one in self._decided.items() if one.answer is not None}
+        decided = [[step, one.version, one.weight, one.bits] for step, one in self._decided.items()]
+        return answers, {"at": self._at, "decided": decided}
+
+    @override
+    def take_image(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self._at = list(numbers["at"])
+        self._decided = {
+            step: Applied(version, 0, vectors.get(str(step)), weight, bits)
+            for step, version, weight, bits in numbers["decided"]
+        }
 
     @override
     def begin(self, worker: int, version: int) -> None:

@@ -17,7 +17,7 @@ none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and 
 | RELEASE    | (the slot was read)                | none                                                                     |
 | PUSH       | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
 | ENCODED    | payload, weight, bits, sequence    | as PUSH                                                                  |
-| TICK       | bits                               | GO, bits                                                                 |
+| TICK       | bits; its number, or sequence 0    | GO, bits                                                                 |
 | DEACTIVATE |                                    | DONE                                                                     |
 | CAPTURE    |                                    | SNAPSHOT, JSON: names, numbers; then a VECTOR for each name              |
 | RESTORE    | JSON: names, numbers; then VECTORs | DONE                                                                     |

@@ -25,6 +25,8 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.in_process import captured
 from manyhands.server.protocol import Kind, VectorPlace, dtype_of, snapshot_of
 from manyhands.server.pushes import Applied, Dropped, Held
+from manyhands.server.replication.backup_link import BackupLink
+from manyhands.server.replication.log import Call, Copy, Entry, OutOfOrder, ReleasedReplies, make
 from manyhands.server.rules import make_rule
 from manyhands.server.shard_ranges import codec_for
 from manyhands.server.store import Duplicate, Go, InvalidCall, Reply, Store
@@ -105,7 +107,7 @@ class _Host:
             except (FrameError, ManyhandsError) as error:
                 _log.warning("server shard %d closed the connection to %s: %s", self.number, peer, error)
             connection.channel.close()
-            self.shard.end(connection.worker, lost=lost)
+            self.shard.end(connection.worker, Call.LEAVE if lost else Call.DEACTIVATE)
         except BaseException as error:  # noqa: BLE001 - `run` raises it: the shard itself is broken
             self.error = error
         finally:
@@ -178,16 +180,25 @@ class WorkersLate(Exception):
 
 
 class Shard:
-    """What the connections of a shard share. Every method may be called from any thread."""
+    """What the connections of a shard share. Every method may be called from any thread.
 
-    def __init__(self, spec: ServerSpec, workers: int, timeout_s: float) -> None:
+    Where the shard has a backup (`link`), every call is sent there first; what a call gave may leave once `leave`
+    returns.
+    """
+
+    def __init__(self, spec: ServerSpec, workers: int, timeout_s: float, copy: Copy | None = None) -> None:
         self.store, self.workers = Store(make_rule(spec), workers, spec.bound), workers
         self.spec = spec
         self.calls = {"pulls": 0, "pushes": 0, "dropped": 0}
         self.published: VersionedBuffer | None = None
+        self.copy = copy or Copy()
+        self.link: BackupLink | None = None  # to the copy that gets the log
+        self.outboxes: dict[int, int] = {}  # worker: the descriptor of its outbox, for the other copy
+        self.keeps_outboxes = False
+        self._unsent: list[Entry] = []  # calls that the backup is to get as soon as their answer is on its way
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._mail: dict[int, Reply] = {}  # by worker, who has one call at a time
+        self.changed = threading.Condition()  # its lock is reentrant
+        self._released = ReleasedReplies()
         self._offering = False  # a worker is sending the first center
         self._moved = time.monotonic()  # when a worker last did something that another may wait for
 
@@ -199,24 +210,87 @@ class Shard:
         return self.published
 
     def call(self, function: Callable[[Store], T]) -> T:
-        """A call of the store, and hand out what it released."""
-        with self._changed:
+        """A call that changes nothing in the store, or of a shard without a backup."""
+        with self.changed:
             value = function(self.store)
-            self._deliver()
+            self._deliver(self.copy.index)
             return value
 
-    def _deliver(self) -> None:
+    def make(
+        self,
+        call: Call,
+        worker: int = -1,
+        number: int = 0,
+        *,
+        sent: Tensor | None = None,
+        later: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """A call of the store, by the log: (what the store replied, its index). sent: the vector that goes to a backup.
+        later: it goes there with `send_rest`, or before the next call."""
+        with self.changed:
+            entry = Entry(self.copy.append(), call, worker, number, **fields)
+            self._released.begin(worker)
+            if self.link is not None:
+                if later:
+                    self._unsent.append(entry)
+                else:
+                    self._send(self.link, entry, sent)
+            try:
+                return make(self.store, entry), entry.index
+            finally:
+                self._deliver(entry.index)
+
+    def use_link(self, link: BackupLink | None) -> None:
+        """The other copy gets all further calls over this link."""
+        self.link, self._unsent = link, []
+
+    def _send(self, link: BackupLink, entry: Entry, sent: Tensor | None) -> None:
+        """A link that breaks is noticed by whoever reads it: until then nothing leaves."""
+        self.send_rest()
+        if entry.call == Call.PUSH and sent is None and not (link.shares_memory and self.copy.waits):
+            sent = entry.vectors[0]  # nobody waits until the backup has read it from the outbox
+        with suppress(ChannelClosed, ChannelTimeout):
+            link.send(entry, sent)
+
+    def send_rest(self) -> None:
+        """Send the backup the calls whose answers did not wait for it."""
+        if not self._unsent:  # as always without a backup
+            return
+        with self.changed:
+            unsent, self._unsent = self._unsent, []
+            if self.link is not None:
+                with suppress(ChannelClosed, ChannelTimeout):
+                    for entry in unsent:
+                        self.link.send(entry, None)
+
+    def _deliver(self, index: int) -> None:
         self._moved = time.monotonic()
         if self.store.released:
-            self._mail.update(self.store.released)
+            self._released.put(self.store.released, index)
             self.store.released.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def answer(self, worker: int, alive: Callable[[], None]) -> Reply:
-        """What the store releases for a worker that was answered Held or Wait. Raises Late."""
-        self._wait(lambda: worker in self._mail, alive)
-        with self._changed:
-            return self._mail.pop(worker)
+        """What the store releases for a worker that was answered Held or Wait, once it may leave. Raises Late."""
+        self._wait(lambda: worker in self._released, alive)
+        with self.changed:
+            reply, index = self._released.take(worker)
+        self.leave(index, alive)
+        return reply
+
+    def leave(self, index: int, alive: Callable[[], None]) -> None:
+        """Return when what the calls up to this one gave may leave. OutOfOrder: this copy is not the primary any more."""
+
+        def decided() -> bool:
+            return self.copy.may_leave(index) or not self.copy.is_primary
+
+        with self.changed:
+            soon = self.changed.wait_for(decided, _LIFE_SIGN_S)
+        if not soon:
+            self._wait(decided, alive)
+        if not self.copy.is_primary:
+            raise OutOfOrder("this copy is not the shard's primary any more")
 
     def await_center(self, n: int, dtype: torch.dtype, alive: Callable[[], None]) -> None:
         """Return when there is a first center. Raises Late; BadInput for vectors unlike it."""
@@ -227,12 +301,12 @@ class Shard:
         """alive: called at once, then twice a second, to report to the waiting worker that this shard lives."""
         begun = time.monotonic()
         while True:
-            with self._changed:
+            with self.changed:
                 if ready():
                     return
             alive()
-            with self._changed:
-                if self._changed.wait_for(ready, min(_LIFE_SIGN_S, self._timeout_s / 4)):
+            with self.changed:
+                if self.changed.wait_for(ready, min(_LIFE_SIGN_S, self._timeout_s / 4)):
                     return
                 now = time.monotonic()
                 if now - max(begun, self._moved) > self._timeout_s:
@@ -247,7 +321,7 @@ class Shard:
             raise BadInput(f"a center of float32, float64, bfloat16 or float16 was expected; got {dtype}")
         while True:
             self._wait(lambda: not self._offering, alive)
-            with self._changed:
+            with self.changed:
                 if self._offering:
                     continue
                 if self.published is None:
@@ -257,17 +331,21 @@ class Shard:
             self.check(n, dtype, "a center")
             return None
 
+    def use(self, buffer: VersionedBuffer) -> None:
+        """The center lies there from now on."""
+        self.published = buffer
+        self.store.next_buffer = lambda: buffer.free(self.store.center)
+
     def take(self, offered: VersionedBuffer, *, came: bool) -> None:
         """The offered center has come into the first buffer, or never will."""
-        with self._changed:
+        with self.changed:
             self._offering = False
             if came:
-                self.published = offered
-                self.store.next_buffer = lambda: offered.free(self.store.center)
-                self.store.initialize(offered.buffers[0])
+                self.use(offered)
+                self.make(Call.INITIALIZE, vectors=(offered.buffers[0],), sent=offered.buffers[0])
             else:
                 offered.close()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def check(self, n: int, dtype: torch.dtype, what: str) -> None:
         """BadInput unless a vector has the shard's length and dtype; Refused before there is a center."""
@@ -277,40 +355,75 @@ class Shard:
 
     # -- reading and ending --------------------------------------------------------------------------------------------
 
-    def pin(self, worker: int, *, pull: bool) -> tuple[int, int]:
-        """(version, slot of the memory) of the center, which stays until `unpin`; pull: the store notes it."""
-        with self._changed:
+    def pin(self, worker: int, *, pull: bool) -> tuple[int, int, int]:
+        """(version, slot of the memory, index of the call that is to leave) of the center, which stays until `unpin`.
+
+        pull: the store notes it. The backup learns that after the worker has its answer (`send_rest`), unless the rule
+        looks at what was pulled, or a round may be closed by it.
+        """
+        with self.changed:
             self.calls["pulls"] += pull
-            version = self.store.pull(worker) if pull else self.store.version
-            return version, self.memory.pin(worker, self.store.read())
+            self.check_center()
+            index = self.copy.index
+            if pull:
+                rule = self.store.rule
+                matters = rule.keeps_pulled or rule.divides_by_staleness or rule.open
+                _, made = self.make(Call.PULL, worker, later=not matters)
+                index = made if matters else made - 1
+            elif self.store.rule.open:
+                index = self.make(Call.READ)[1]
+            return self.store.version, self.memory.pin(worker, self.store.center), index
+
+    def check_center(self) -> None:
+        """Refused before there is a center."""
+        _ = self.memory
 
     def unpin(self, worker: int) -> None:
-        with self._changed:
+        with self.changed:
             if self.published is not None:
                 self.published.unpin(worker)
 
-    def push(self, worker: int, sequence: int, update: Tensor, weight: float, bits: int) -> Applied | Held | Dropped:
-        """`Store.push`, counted; a duplicate gets the reply of the first."""
-        with self._changed:
-            reply = self.store.push(worker, sequence, update, weight, bits)
-            self._deliver()
+    def push(
+        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int, sent: Tensor | None = None
+    ) -> tuple[Applied | Held | Dropped, int]:
+        """(`Store.push`, counted, the index of the call); a duplicate gets the reply of the first. sent: see `make`."""
+        with self.changed:
+            fields: dict[str, Any] = {"vectors": (update,), "weight": weight, "bits": bits}
+            reply, index = self.make(Call.PUSH, worker, sequence, sent=sent, **fields)
             if isinstance(reply, Duplicate):
-                return reply.reply
+                return reply.reply, index
             self.calls["pushes"] += 1
             self.calls["dropped"] += isinstance(reply, Dropped)
-            return reply
+            return reply, index
 
-    def end(self, worker: int, *, lost: bool) -> None:
-        """This worker's connection ended. Nobody waits for it any more."""
-        with self._changed:
-            (self.store.leave if lost else self.store.deactivate)(worker)
-            self._mail.pop(worker, None)
+    def end(self, worker: int, call: Call | None) -> None:
+        """This worker's connection ended. call: LEAVE of a worker that is lost, DEACTIVATE of one that left: nobody waits
+        for it any more. None: it may come again, and is waited for."""
+        with self.changed:
+            if call is not None and self.copy.is_primary:
+                self.make(call, worker)
             if self.published is not None:
                 self.published.unpin(worker)
-            self._deliver()
-            self._changed.notify_all()
+            if worker in self.outboxes:
+                os.close(self.outboxes.pop(worker))
+            self.changed.notify_all()
+
+    def share_outbox(self, worker: int, elements: int, fd: int) -> None:
+        """This worker's updates come in this memory, which the other copy is to map too."""
+        with self.changed:
+            if not self.keeps_outboxes:
+                return
+            if worker in self.outboxes:
+                os.close(self.outboxes.pop(worker))
+            self.outboxes[worker] = os.dup(fd)
+            if self.link is not None and self.link.shares_memory:
+                with suppress(ChannelClosed, ChannelTimeout):
+                    self.link.send_outbox(worker, elements, fd)
 
     def close(self) -> None:
+        for fd in self.outboxes.values():
+            os.close(fd)
+        self.outboxes.clear()
         if self.published is not None:
             self.published.close()
 
@@ -350,6 +463,8 @@ class Connection:
                 raise FrameError(f"no request of kind {frame.kind} with {frame.elements} elements exists")
             try:
                 handler(frame)
+            except OutOfOrder:
+                raise  # nothing is answered: the worker goes to the primary
             except ManyhandsError as error:
                 name = "BadInput" if isinstance(error, BadInput) else "Refused"
                 self._send(Kind.REFUSED, blob=to_json({"error": name, "message": str(error)}))
@@ -384,7 +499,7 @@ class Connection:
                 came = True
             finally:
                 self._shard.take(offered, came=came)
-        self._send(Kind.DONE)
+        self._done(self._shard.copy.index)
 
     def _await(self, frame: Frame) -> None:
         self._shard.await_center(frame.a, dtype_of(frame), self._alive)
@@ -397,30 +512,40 @@ class Connection:
         outbox = make_outbox(center.n, center.dtype)
         try:
             self._inbox, self._shared = map_outbox(outbox, center.n, center.dtype), True
+            self._shard.share_outbox(self.worker, center.n, outbox)
             self._send(Kind.MEMORY, a=center.slots, b=center.stride)
             self.channel.send_fds([center.fd, outbox])
         finally:
             os.close(outbox)
 
     def _activate(self, frame: Frame) -> None:
-        self._shard.call(lambda store: store.activate(self.worker, frame.generation))
+        self._done(self._shard.make(Call.ACTIVATE, self.worker, frame.generation)[1])
+
+    def _done(self, index: int) -> None:
+        self._shard.leave(index, self._alive)
         self._send(Kind.DONE)
 
     def _pull(self, frame: Frame) -> None:
         self._shard.await_center(frame.a, dtype_of(frame), self._alive)
-        version, slot = self._shard.pin(self.worker, pull=frame.kind == Kind.PULL)
+        version, slot, index = self._shard.pin(self.worker, pull=frame.kind == Kind.PULL)
+        self._shard.leave(index, self._alive)
         if self._shared:
             self._send(Kind.CENTER, a=version, b=slot)  # RELEASE will follow
-            return
-        self._send(Kind.CENTER, self._shard.memory.buffers[slot], a=version)
-        self._shard.unpin(self.worker)
+        else:
+            self._send(Kind.CENTER, self._shard.memory.buffers[slot], a=version)
+            self._shard.unpin(self.worker)
+        self._shard.send_rest()
 
     def _release(self, frame: Frame) -> None:
         self._shard.unpin(self.worker)
 
     def _push(self, frame: Frame) -> None:
-        update = self._update(frame)
-        reply: object = self._shard.push(self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob))
+        update, sent = self._update(frame)
+        reply: object
+        reply, index = self._shard.push(
+            self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob), sent=sent
+        )
+        self._shard.leave(index, self._alive)
         if isinstance(reply, Held) and not self._shard.store.rule.answers:
             self._send(Kind.HELD, a=reply.version, b=reply.staleness)
             return
@@ -429,8 +554,9 @@ class Connection:
         assert isinstance(reply, Applied | Dropped)
         self._answer(reply)
 
-    def _update(self, frame: Frame) -> Tensor:
-        """[n] what a PUSH brings: an update, or a payload."""
+    def _update(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
+        """[n] what a PUSH brings, an update or a decoded payload; and what of it is to travel to a backup: nothing where it
+        came in shared memory."""
         if frame.kind == Kind.ENCODED:
             return self._decoded(frame)
         if self._shared and frame.elements:
@@ -441,9 +567,9 @@ class Connection:
                 self._inbox = torch.empty(frame.elements, dtype=frame.dtype)
             self.channel.receive_into(self._inbox)
         assert self._inbox is not None
-        return self._inbox
+        return self._inbox, None if self._shared else self._inbox
 
-    def _decoded(self, frame: Frame) -> Tensor:
+    def _decoded(self, frame: Frame) -> tuple[Tensor, Tensor]:
         """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length shows it."""
         codec, center = codec_for(self._shard.spec), self._shard.memory
         if frame.dtype != torch.uint8:
@@ -451,7 +577,7 @@ class Connection:
         codec.check_length(frame.tensor_bytes, center.n, center.dtype)
         payload = torch.empty(frame.elements, dtype=torch.uint8)
         self.channel.receive_into(payload)
-        return codec.decode(payload, center.n, center.dtype)
+        return codec.decode(payload, center.n, center.dtype), payload
 
     def _answer(self, reply: Applied | Dropped) -> None:
         vector = reply.answer
@@ -467,15 +593,17 @@ class Connection:
             self._send(Kind.DROPPED, vector, a=reply.version, b=reply.behind, **answer)
 
     def _tick(self, frame: Frame) -> None:
-        reply: object = self._shard.call(lambda store: store.tick(self.worker, bits_of(frame.blob)))
-        if not isinstance(reply, Go):
+        reply: object
+        reply, index = self._shard.make(Call.TICK, self.worker, frame.sequence, bits=bits_of(frame.blob))
+        if isinstance(reply, Go):
+            self._shard.leave(index, self._alive)
+        else:
             reply = self._shard.answer(self.worker, self._alive)
         assert isinstance(reply, Go)
         self._send(Kind.GO, blob=bits_bytes(reply.bits))
 
     def _deactivate(self, frame: Frame) -> None:
-        self._shard.call(lambda store: store.deactivate(self.worker))
-        self._send(Kind.DONE)
+        self._done(self._shard.make(Call.DEACTIVATE, self.worker)[1])
 
     def _capture(self, frame: Frame) -> None:
         vectors, numbers = self._shard.call(captured)
@@ -493,9 +621,10 @@ class Connection:
             vectors[name] = torch.empty(n, dtype=frame.dtype)
             self.channel.receive_into(vectors[name])
         try:
-            self._shard.call(lambda store: store.restore(vectors, numbers))
+            restored: dict[str, Any] = {"vectors": tuple(vectors.values()), "names": tuple(vectors), "numbers": numbers}
+            index = self._shard.make(Call.RESTORE, **restored)[1]
         except ManyhandsError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise FrameError(f"this shard's rule cannot go on from such a snapshot ({error!r:.200})") from error
-        self._send(Kind.DONE)
+        self._done(index)

@@ -60,9 +60,42 @@ class _WorkerState:
         self.lost = False
         self.sequence = 0  # of its last push in this generation
         self.reply: Applied | Held | Dropped | None = None  # to that
+        self.active_from = 0  # the ticks that it counted as finished when it last became active
+        self.pushed_in = -1  # the tick since then in which it last pushed, from 0; -1: in none
         self.pulled = 0  # the version at its last pull
         self.own = 0  # versions since then that it had a part in
+        self.ticks = 0  # the number of its last finished tick, where ticks are numbered
+        self.go = Go(0)  # the answer to its last tick that was answered
         self.stale: Tensor | None = None  # [n] that version, for rules that keep it
+
+    def numbers(self) -> dict[str, Any]:
+        """All but the vectors, as JSON."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"go": self.go.bits}
+        match self.reply:
+            case Applied(version, staleness, _, weight, bits):
+                numbers["applied"] = [version, staleness, weight, bits]
+            case Held(version, staleness):
+                numbers["held"] = [version, staleness]
+            case Dropped(version, _, weight, bits, behind):
+                numbers["dropped"] = [version, weight, bits, behind]
+        return numbers
+
+    def take(self, numbers: dict[str, Any], answer: Tensor | None) -> None:
+        """What `numbers` gave, and the answer of the last push."""
+        for name in _NUMBERS:
+            setattr(self, name, numbers[name])
+        self.go = Go(numbers["go"])
+        if "applied" in numbers:
+            version, staleness, weight, bits = numbers["applied"]
+            self.reply = Applied(version, staleness, answer, weight, bits)
+        elif "held" in numbers:
+            self.reply = Held(*numbers["held"])
+        elif "dropped" in numbers:
+            version, weight, bits, behind = numbers["dropped"]
+            self.reply = Dropped(version, answer, weight, bits, behind)
+
+
+_NUMBERS = ("generation", "lost", "sequence", "active_from", "pushed_in", "pulled", "own", "ticks")
 
 
 class Store:
@@ -133,7 +166,9 @@ class Store:
             self.policy.begin(worker, self.version)
             self.rule.look(worker)
             self._count()
-        self._gate.activate(worker)
+        if worker not in self._gate.active:
+            self._gate.activate(worker)
+            state.active_from, state.pushed_in = self._gate.finished(worker), -1
 
     def read(self) -> Tensor:
         """[n] the center for whoever asks now. While nobody takes part, or after last pushes, the open round is closed
@@ -173,13 +208,19 @@ class Store:
         push = Push(worker=worker, generation=state.generation, update=update, weight=weight, bits=bits)
         reply = self._receive(state, push)
         state.sequence, state.reply = sequence, reply
+        state.pushed_in = self._gate.finished(worker) - state.active_from
         self._settle()
         own = self._own(worker)
         return own if isinstance(own, Applied | Dropped) else reply
 
-    def tick(self, worker: int, bits: int) -> Go | WaitForGate:
-        """A tick of this worker is finished."""
+    def tick(self, worker: int, bits: int, number: int = 0) -> Go | WaitForGate:
+        """A tick of this worker is finished. number: 1, 2, 3, … in a generation; the last may be sent again, and counts
+        once. 0: it cannot come again."""
+        state = self._checked(worker)
+        if 0 < number <= state.ticks:
+            return WaitForGate() if self._gate.is_waiting(worker) else state.go
         self._taking_part(worker, "finishes a tick")
+        state.ticks = number
         self._gate.tick(worker, bits)
         self._settle()
         own = self._own(worker)
@@ -196,6 +237,23 @@ class Store:
         self._checked(worker).lost = True
         self._count()
         self.deactivate(worker)
+
+    def fence(self, worker: int, generation: int) -> int:
+        """As `leave`, of this generation: nothing of it enters any more. The number of its last push that is here."""
+        state = self._checked(worker)
+        if generation > state.generation:  # it has not begun yet
+            self.deactivate(worker)
+            self._states[worker] = state = _WorkerState()
+            state.generation = generation
+        if generation < state.generation:
+            return 0
+        self.leave(worker)
+        return state.sequence
+
+    def pushed_in(self, worker: int, generation: int) -> int:
+        """In which tick since it last became active the worker has last pushed, in this generation; -1: in none."""
+        state = self._checked(worker)
+        return state.pushed_in if state.generation == generation else -1
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Vectors [n] by name, the store's own memory, to be read before the next call; and numbers (JSON). Changes
@@ -235,6 +293,60 @@ class Store:
             state.pulled, state.own = self.version, 0
             kept = vectors.get(f"pulled {worker}")
             state.stale = None if kept is None else kept.clone()
+
+    def image(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that the store knows, for a copy that answers every later call as this one: vectors [n] by name, the store's
+        own memory, to be read before the next call; and numbers (JSON). Between two calls, `released` was taken."""
+        vectors: dict[str, Tensor] = {f"policy {name}": vector for name, vector in self.policy.image()[0].items()}
+        numbers: dict[str, Any] = {"version": self.version, "gate": self._gate.image()}
+        if self._center is not None:
+            vectors["center"] = self._center
+            vectors |= {f"rule {name}": vector for name, vector in self.rule.vectors().items()}
+            numbers |= {"rule": self.rule.numbers(), "memory": self.rule.memory(), "policy": self.policy.image()[1]}
+        numbers["workers"] = [state.numbers() for state in self._states]
+        for worker, state in enumerate(self._states):
+            kept = {
+                "stale": state.stale,
+                "answer": None if isinstance(state.reply, Held | None) else state.reply.answer,
+            }
+            vectors |= {f"{name} {worker}": vector for name, vector in kept.items() if vector is not None}
+        numbers["held"] = []
+        for index, push in enumerate(self.policy.held):
+            numbers["held"].append([push.worker, push.weight, push.generation, push.bits, push.staleness])
+            vectors[f"held {index}"] = push.update
+            if push.pulled is not None:
+                vectors[f"held pulled {index}"] = push.pulled
+        return vectors, numbers
+
+    def take_image(self, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Become the store of which this is the `image`; the vectors are this one's from now on. For a new store of the
+        same rule; `next_buffer` may be set, and then the center is copied there."""
+        self.version = numbers["version"]
+        self._gate.take_image(numbers["gate"])
+        for worker, (state, own) in enumerate(zip(self._states, numbers["workers"], strict=True)):
+            state.take(own, vectors.get(f"answer {worker}"))
+            state.stale = vectors.get(f"stale {worker}")
+        self._count()
+        self.policy.held = [
+            Push(
+                worker=worker,
+                update=vectors[f"held {index}"],
+                weight=weight,
+                generation=generation,
+                bits=bits,
+                staleness=staleness,
+                pulled=vectors.get(f"held pulled {index}"),
+            )
+            for index, (worker, weight, generation, bits, staleness) in enumerate(numbers["held"])
+        ]
+        if "center" not in vectors:
+            return
+        self._center = vectors["center"]
+        of_rule = {name.removeprefix("rule "): one for name, one in vectors.items() if name.startswith("rule ")}
+        self.rule.load(self._center, {**of_rule, "center": self._center}, numbers["rule"])
+        self.rule.recall(numbers["memory"])
+        of_policy = {name.removeprefix("policy "): one for name, one in vectors.items() if name.startswith("policy ")}
+        self.policy.take_image(of_policy, numbers["policy"])
 
     def _checked(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.workers:
@@ -282,7 +394,9 @@ class Store:
                 self._remember(push, reply)
         if self.rule.complete:
             self._close()
-        self.released += [(worker, Go(bits)) for worker, bits in self._gate.opened()]
+        for worker, bits in self._gate.opened():
+            self._states[worker].go = Go(bits)
+            self.released.append((worker, Go(bits)))
 
     def _close(self) -> None:
         new = self.next_buffer()

@@ -70,7 +70,7 @@ ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing
     "adaptive": "a server with adaptive rates is `downpour:rule=adagrad`; a period that adapts is not here",
     "sandblaster": "Sandblaster L-BFGS is not built yet; DistBelief's other algorithm is `downpour`",
     **dict.fromkeys(("aeasgd", "elastic-averaging"), "easgd"),
-    "elastic": "elastic averaging is `easgd`; workers that come and go during a run are not built yet",
+    "elastic": "elastic averaging is `easgd`; workers that come and go during a run are `survive`",
     "aeamsgd": "eamsgd",
     **dict.fromkeys(("d-psgd", "dpsgd"), "gossip:graph=ring"),
     **dict.fromkeys(("decentralized", "decentralised", "bluefog"), "gossip"),

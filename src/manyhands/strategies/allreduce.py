@@ -78,11 +78,23 @@ class AllReduce(CompressOptions, Strategy):
         return state
 
     @override
+    def forget_step(self, replica: Replica, worker: Worker, state: AllReduceState) -> None:
+        state.handles.clear()
+
+    @override
     def exchange(self, replica: Replica, worker: Worker, state: AllReduceState) -> StepResult:
         if self.overlap:
             _wait(replica, worker, state)
         else:
-            compression.mean_gradients(self, replica, worker, state)
+            remember = compression.mean_gradients(self, replica, worker, state)
+            if self.compress != "none":  # what is left out is each worker's own: nobody else can give it back
+
+                def commit() -> bool:
+                    remember()
+                    return replica.apply()
+
+                applied = replica.complete(worker.mesh.data, commit)
+                return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows)
         return StepResult(applied=replica.apply(), rows_left=replica.control.any_rank_has_rows)
 
 

@@ -40,7 +40,6 @@ class Needs:
     gradients: bool = False  # gradients are exchanged: a step that moves parameters without any is refused
     before_gradient: bool = False  # it acts before each gradient is computed: `before_backward`
     elementwise: bool = True  # element i of an update depends on elements i, and on what `Replica.norm` and `dot` give
-    elastic: bool = True  # workers may be lost, or join, between steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +82,30 @@ class StepResult:
 class Change:
     """Why the group was formed anew; see `Strategy.synchronize`."""
 
-    generation: int = 0  # of the group; 0: the run begins
+    generation: int = 0  # of the group
+    first: bool = True  # nobody has trained yet; else all replicas and states are as the furthest member's already
 
 
 @dataclass(kw_only=True)
 class State:
     """What a strategy remembers between ticks: flat vectors, tensors, numbers. Checkpointed per rank, by field name."""
 
+    own: ClassVar[tuple[str, ...]] = ()  # fields of which each rank's is another, also where all replicas are equal
+
     def merge(self, others: list[Self], rank: int, size: int) -> Self:
         """This rank's state when a checkpoint of len(others) ranks is resumed with `size` ranks. Default: rank 0's."""
         return others[rank] if len(others) == size else others[0]
+
+    def taken_over(self) -> Self:
+        """This state of another worker, as one goes on with it that joins the run, or was behind. Default: as it is."""
+        return self
+
+    def left_out(self) -> float | None:
+        """The norm of what this worker alone has yet to send, and takes with it when it is lost. None: nothing."""
+        return None
+
+    def share_anew(self, before: int, size: int) -> None:
+        """The mean of so many ranks becomes that of so many others: what this one has yet to send is to weigh as much."""
 
     def weight_of_window(self) -> float:
         """This rank's share of the mean parameters with which a checkpoint is resumed on another number of ranks.
@@ -138,6 +151,13 @@ class Strategy(ABC):
         """None: all workers make the same ticks. Else `exchange` may neither wait for others nor call the group."""
         return None
 
+    def fixed_members(self) -> str:
+        """Why no worker may be lost, leave or join while this trains; "" where they may."""
+        leasing = self.leasing()
+        return (
+            "with warmup, worker 0 trains alone at first" if leasing is not None and leasing.rank0_warmup_ticks else ""
+        )
+
     def rate_factor(self, workers: int) -> float:
         """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""
         return 1.0
@@ -152,9 +172,11 @@ class Strategy(ABC):
     def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
         """Agree: called after `start`, and after each further forming of the group. A collective.
 
-        Default: where there is one model, all take rank 0's parameters and buffers; where there is a server, its first
-        center is rank 0's parameters.
+        Default, at first: where there is one model, all take rank 0's parameters and buffers; where there is a server,
+        its first center is rank 0's parameters. Later: nothing.
         """
+        if not change.first:
+            return
         server = None if self.server() is None else server_of(worker)
         if self.needs.one_model:
             replica.broadcast_from_rank0(worker.mesh.data)
@@ -169,6 +191,42 @@ class Strategy(ABC):
     @abstractmethod
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         """The gradient is computed: exchange, and call `replica.apply()` at most once, where the paper does."""
+
+    def pushes_until_next(self, replica: Replica, state: Any) -> int:
+        """Workers at their own pace: the how manieth push from now on will carry what the next slice moves."""
+        return 1
+
+    @property
+    def push_has_step(self) -> bool:
+        """All in step at a server: whether a tick's push has what that tick's gradient moves, or what was before it."""
+        return not self.traits.exchanges_next
+
+    def extras_of(self, pushes: int, dealt: int) -> int:
+        """All in step at a server: how many of so many slices of lost workers, dealt to this one, the server has after so many
+        pushes since then. Default: they go with one push."""
+        return dealt if pushes else 0
+
+    def step_alone(self, replica: Replica, worker: Worker, state: Any, *, extra: bool = False) -> bool:
+        """The gradient is computed: step within the open round, without communication. Whether a step was made.
+
+        For strategies whose replicas differ between rounds. extra: the rows were a lost worker's, see `Replica.apply`.
+        """
+        return replica.apply(extra=extra)
+
+    def step_extra(self, replica: Replica, worker: Worker, state: Any, ago: int) -> bool:
+        """`step_alone` on the rows of a lost worker, of its step so many before the newest."""
+        return self.step_alone(replica, worker, state, extra=True)
+
+    def open_steps(self, state: Any) -> int:
+        """How many of the newest steps are not in a round yet, or not in that of each parameter. Asked after rounds."""
+        return 0
+
+    def forget_step(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
+        """A worker was lost before this tick's step was made: everything as before `before_backward`. No communication."""
+
+    def forget_exchange(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
+        """Members were lost: what was on its way between them is gone, and the open windows go on with it. No
+        communication. Called on all members of the next generation, before they close the open round."""
 
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""

@@ -9,12 +9,13 @@ gradient for it; until then its residual waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from manyhands.comm.codecs import Codec, Hints, Matrix, codec_of
 from manyhands.comm.codecs.powersgd import PowerSGD
@@ -22,7 +23,6 @@ from manyhands.comm.codecs.threshold import Threshold
 from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput, Unsupported
-from manyhands.replica.control_bits import CONTROL_BITS
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout
 from manyhands.server.base import Encoded, Pushed
@@ -51,10 +51,27 @@ class CompressOptions:
 class CompressedState(State):
     """What this worker must remember of what it sent."""
 
+    own: ClassVar[tuple[str, ...]] = ("residual", "seed")
     residual: Tensor | None = None  # [D'], joined, with error feedback: what has yet to be sent
     guess: Tensor | None = None  # [1, numbers] PowerSGD's factors of the step before
     seed: int = 0  # with this, the rank and `sent` QSGD draws
     sent: int = 0  # how often something of weight was encoded
+
+    @override
+    def taken_over(self) -> Self:
+        """The other goes on with what it left out itself: here nothing is left out yet."""
+        if self.residual is not None:
+            self.residual.zero_()
+        return self
+
+    @override
+    def left_out(self) -> float | None:
+        return None if self.residual is None else float(self.residual.norm())
+
+    @override
+    def share_anew(self, before: int, size: int) -> None:
+        if self.residual is not None:
+            self.residual.mul_(size / before)
 
     def shared(self, others: list[Any], size: int, *, adds: bool) -> Tensor | None:
         """For `merge` with another number of ranks: the residual of each, so that nothing is lost.
@@ -108,7 +125,7 @@ def has_feedback(options: CompressOptions) -> bool:
 def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> dict[str, Any]:
     """The fields of `CompressedState` at the start."""
     codec = codec_of(options.compress)
-    if codec is None or worker.mesh.data.size == 1:
+    if codec is None or (worker.mesh.data.size == 1 and not worker.elastic):
         return {}
     fields: dict[str, Any] = {"seed": torch.initial_seed()}
     if has_feedback(options):
@@ -125,25 +142,36 @@ def remembered(options: CompressOptions, replica: Replica, worker: Worker) -> di
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
-def mean_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> None:
-    """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed."""
+def mean_gradients(
+    options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState
+) -> Callable[[], None]:
+    """`Replica.mean_gradients`, compressed. With one worker nothing is sent, and nothing compressed.
+
+    What is returned is to be called once the exchange counts on all ranks: it takes note of what was sent.
+    """
     codec = codec_of(options.compress)
-    if codec is None or worker.mesh.data.size == 1:
+    if codec is None or (worker.mesh.data.size == 1 and not worker.elastic):
         replica.mean_gradients(worker.mesh.data)
-        return
-    layout, weight = replica.layout, replica.weight
+        return _nothing
+    layout, weight, guess = replica.layout, replica.weight, _copy_of_guess(state)
     whole = _with_residual(state, replica.gradients.joined())
     vector = _without(layout, whole.clone(), replica.grad_mask)
     own = None if state.residual is None else torch.empty_like(vector)
-    hints = Hints(_draws(state, replica), _matrices_in(codec, state, layout, 0, layout.padded))
+    hints = Hints(_draws(state, replica), _matrices_in(codec, guess, layout, 0, layout.padded))
     total = compressed_mean_(worker.mesh.data, codec, vector, weight, replica.bits(), hints, own)
-    state.sent += weight > 0
-    replica.rounds += 1
+    replica.rounds += worker.mesh.data.size > 1
+    grad_mask = total.bits >> replica.control.width
     if total.weight:
-        grad_mask = total.bits >> CONTROL_BITS
         replica.gradients.take_joined_(_without(layout, vector, grad_mask))
-        _remember(codec, state, whole, own, layout, grad_mask, weight)
     replica.record_mean(total)
+
+    def remember() -> None:
+        state.sent += weight > 0
+        _keep_guess(state, guess)
+        if total.weight:
+            _remember(codec, state, whole, own, layout, grad_mask, weight)
+
+    return remember
 
 
 def mean_(
@@ -154,23 +182,31 @@ def mean_(
     update: FlatVector,
     weight: float,
     bits: int,
-) -> MeanResult:
-    """The mean of everybody's update, compressed. With one worker nothing is sent, and nothing compressed."""
+) -> tuple[MeanResult, Callable[[], None]]:
+    """The mean of everybody's update, compressed. With one worker nothing is sent, and nothing compressed.
+
+    The second of the two is to be called once the mean counts on all ranks: it takes note of what was sent.
+    """
     codec = codec_of(options.compress)
-    if codec is None or worker.mesh.data.size == 1:
-        return update.mean_(worker.mesh.data, weight, bits)
-    layout, all_of_it = replica.layout, _everything(replica.layout)
+    if codec is None or (worker.mesh.data.size == 1 and not worker.elastic):
+        return update.mean_(worker.mesh.data, weight, bits), _nothing
+    layout, all_of_it, guess = replica.layout, _everything(replica.layout), _copy_of_guess(state)
     whole = _with_residual(state, update.joined())
     vector = whole.clone()
     own = None if state.residual is None else torch.empty_like(vector)
-    hints = Hints(_draws(state, replica), _matrices_in(codec, state, layout, 0, layout.padded))
+    hints = Hints(_draws(state, replica), _matrices_in(codec, guess, layout, 0, layout.padded))
     total = compressed_mean_(worker.mesh.data, codec, vector, weight, bits, hints, own)
-    state.sent += weight > 0
     if total.weight:
         _without(layout, vector, all_of_it)
-        _remember(codec, state, whole, own, layout, all_of_it, weight)
     update.take_joined_(vector)
-    return total
+
+    def remember() -> None:
+        state.sent += weight > 0
+        _keep_guess(state, guess)
+        if total.weight:
+            _remember(codec, state, whole, own, layout, all_of_it, weight)
+
+    return total, remember
 
 
 def pull(options: CompressOptions, replica: Replica, worker: Worker) -> None:
@@ -219,7 +255,7 @@ def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, s
     whole = _with_residual(state, replica.gradients.joined())
     vector = _without(layout, whole.clone(), replica.grad_mask)
     pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
-    grad_mask = pushed.bits >> CONTROL_BITS
+    grad_mask = pushed.bits >> replica.control.width
     if pushed.answer is not None:
         _without(layout, pushed.answer, grad_mask)
     if weight and pushed.applied:
@@ -242,7 +278,7 @@ def _push(
         vector = torch.zeros_like(vector)
     draws, at, payloads, own = _draws(state, replica), 0, [], []
     for part in parts_of(vector, server.shards):
-        hints = Hints(draws, _matrices_in(codec, state, replica.layout, at, at + len(part)))
+        hints = Hints(draws, _matrices_in(codec, state.guess, replica.layout, at, at + len(part)))
         payloads.append(codec.encode(part, hints))
         own.append(codec.decode(payloads[-1], len(part), part.dtype))
         at += len(part)
@@ -276,6 +312,20 @@ def _remember(
     state.residual.copy_(left)
     if isinstance(codec, Threshold):
         codec.clip_(state.residual)
+
+
+def _copy_of_guess(state: CompressedState) -> Tensor | None:
+    """What a codec may overwrite before it is known that all ranks have the result: theirs must be the same."""
+    return None if state.guess is None else state.guess.clone()
+
+
+def _keep_guess(state: CompressedState, guess: Tensor | None) -> None:
+    if state.guess is not None and guess is not None:
+        state.guess.copy_(guess)
+
+
+def _nothing() -> None:
+    """Nothing was left out."""
 
 
 def _without(layout: Layout, vector: Tensor, grad_mask: int) -> Tensor:
@@ -317,13 +367,13 @@ def _matrices(layout: Layout) -> Iterator[tuple[int, int, int]]:
             yield offset, rows, shape.numel() // rows
 
 
-def _matrices_in(codec: Codec, state: CompressedState, layout: Layout, low: int, high: int) -> list[Matrix]:
-    """What lies in [low, high) of the vector: of a matrix that is cut, its whole rows."""
-    if not isinstance(codec, PowerSGD) or state.guess is None:
+def _matrices_in(codec: Codec, of: Tensor | None, layout: Layout, low: int, high: int) -> list[Matrix]:
+    """What lies in [low, high) of the vector, with the guesses `of` all: of a matrix that is cut, its whole rows."""
+    if not isinstance(codec, PowerSGD) or of is None:
         return []
     found, used = [], 0
     for start, rows, columns in _matrices(layout):
-        guess = state.guess[0, used : used + columns * codec.rank].view(columns, codec.rank)
+        guess = of[0, used : used + columns * codec.rank].view(columns, codec.rank)
         used += columns * codec.rank
         first, last = max(0, -(-(low - start) // columns)), min(rows, (high - start) // columns)
         if first < last:

@@ -44,6 +44,11 @@ class ServedState(CompressedState):
         )
 
     @override
+    def taken_over(self) -> ServedState:
+        """No window of its own is open: the next begins at the center."""
+        return replace(self, ticks=0, counted=0.0)
+
+    @override
     def weight_of_window(self) -> float:
         return self.counted
 
@@ -57,7 +62,7 @@ def begin(options: CompressOptions, replica: Replica, worker: Worker) -> ServedS
 
 def look(options: CompressOptions, replica: Replica, worker: Worker, state: ServedState) -> None:
     """Where a window begins: at the center, if it is another than this worker has seen, else where the worker is."""
-    if state.ticks:
+    if state.ticks or state.counted:  # the latter alone: it has slices of lost workers
         return
     center = state.memory[0]
     server_strategy.pull_into(center, worker)

@@ -155,9 +155,10 @@ class DiLoCo(CompressOptions, Strategy):
     @override
     def synchronize(self, replica: Replica, worker: Worker, state: Any, change: Change) -> None:
         super().synchronize(replica, worker, state, change)
-        state.center.copy_(replica.parameters)
-        if self.via == "server":
-            state.start.copy_(replica.parameters)
+        if change.first:
+            state.center.copy_(replica.parameters)
+            if self.via == "server":
+                state.start.copy_(replica.parameters)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:
@@ -166,13 +167,35 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        weight, applied = replica.weight, replica.apply()
-        counted = weight if applied else 0.0
         if self.via == "group":
-            rows_left = streaming.turn(self._schedule(), replica, worker, state, counted)
-            return StepResult(applied=applied, rows_left=rows_left)
-        decoupled.turn(self, replica, worker, state, counted, self.period)
+            applied = self.step_alone(replica, worker, state)
+            return StepResult(applied=applied, rows_left=streaming.turn(self._schedule(), replica, worker, state))
+        weight, applied = replica.weight, replica.apply()
+        decoupled.turn(self, replica, worker, state, weight if applied else 0.0, self.period)
         return StepResult(applied=applied)
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: Any, *, extra: bool = False) -> bool:
+        weight, applied = replica.weight, replica.apply(extra=extra)
+        state.counted += weight if applied else 0.0
+        return applied
+
+    @override
+    def step_extra(self, replica: Replica, worker: Worker, state: Any, ago: int) -> bool:
+        return (
+            streaming.step_extra(replica, state, ago)
+            if self.via == "group"
+            else super().step_extra(replica, worker, state, ago)
+        )
+
+    @override
+    def open_steps(self, state: Any) -> int:
+        return int(state.ticks - min(state.opened, default=0)) if self.via == "group" else 0
+
+    @override
+    def forget_exchange(self, replica: Replica, worker: Worker, state: Any) -> None:
+        if self.via == "group":
+            streaming.forget(self._schedule(), state)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:

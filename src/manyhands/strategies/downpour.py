@@ -158,17 +158,22 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: DownpourState) -> StepResult:
-        weight, applied = replica.weight, replica.apply()
-        if applied:
-            state.steps += 1
-            state.weight += weight
-            if self.rule == "adagrad":
-                state.accrued.add_(replica.gradients)  # as they were applied: clipped, where the task clips
+        applied = self.step_alone(replica, worker, state)
         state.ticks += 1
         if state.ticks % self.push_every == 0:
             self._push(replica, worker, state)
         state.stale = state.ticks % self.pull_every == 0
         return StepResult(applied=applied)
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: DownpourState, *, extra: bool = False) -> bool:
+        weight, applied = replica.weight, replica.apply(extra=extra)
+        if applied:
+            state.steps += 1
+            state.weight += weight
+            if self.rule == "adagrad":
+                state.accrued.add_(replica.gradients)  # as they were applied: clipped, where the task clips
+        return applied
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: DownpourState) -> None:

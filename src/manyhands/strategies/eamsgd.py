@@ -72,12 +72,17 @@ class EAMSGD(Elastic):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: MomentumState) -> StepResult:
-        difference, exchanged = self.exchange_at(state.before, replica, worker, state)
-        applied = replica.apply()
+        return self.exchange_at(state.before, replica, worker, state)
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: MomentumState, *, extra: bool = False) -> bool:
+        applied = super().step_alone(replica, worker, state, extra=extra)
         if applied:
             state.velocity.copy_(replica.parameters).sub_(state.before)
         else:
             replica.parameters.copy_(state.before)
-        if difference is not None:
-            replica.parameters.sub_(difference)
-        return self.result(replica, worker, applied, exchanged)
+        return applied
+
+    @override
+    def forget_step(self, replica: Replica, worker: Worker, state: MomentumState) -> None:
+        replica.parameters.copy_(state.before)

@@ -52,8 +52,4 @@ class EASGD(Elastic):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: ElasticState) -> StepResult:
-        difference, exchanged = self.exchange_at(replica.parameters, replica, worker, state)
-        applied = replica.apply()
-        if difference is not None:
-            replica.parameters.sub_(difference)
-        return self.result(replica, worker, applied, exchanged)
+        return self.exchange_at(replica.parameters, replica, worker, state)

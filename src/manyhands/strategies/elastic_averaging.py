@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from typing_extensions import override
 
@@ -19,6 +20,8 @@ from manyhands.worker import Worker
 
 if TYPE_CHECKING:
     from manyhands.replica.replica import Replica
+
+T = TypeVar("T")
 
 BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers' mean that the center moves
 
@@ -92,7 +95,7 @@ class Elastic(AsyncOptions, Strategy):
         """Workers and center start at rank 0's parameters; warns of an alpha that no rate makes stable."""
         self._warn(worker)
         super().synchronize(replica, worker, state, change)
-        if self.via == "group":
+        if self.via == "group" and change.first:
             state.center.copy_(replica.parameters)
 
     def enter(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
@@ -101,60 +104,80 @@ class Elastic(AsyncOptions, Strategy):
             server_strategy.pull(replica, worker)
         state.inside = True
 
-    def exchange_at(
-        self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState
-    ) -> tuple[FlatVector | None, bool]:
-        """At a tick that is `period` ticks after the last exchange: (the elastic difference of x, which the caller
-        subtracts; True). x: the parameters as the tick found them."""
+    def exchange_at(self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState) -> StepResult:
+        """`exchange`; where a period is over, with the elastic difference of x, the parameters as the tick found them."""
         due = state.ticks >= self.period
-        takes_part = state.moved and replica.weight > 0
-        difference = self._difference(x, takes_part, replica, worker, state) if due else None
-        state.ticks = 1 if due else state.ticks + 1
-        state.moved = state.moved or replica.weight > 0
-        return difference, due
 
-    def result(self, replica: Replica, worker: Worker, applied: bool, exchanged: bool) -> StepResult:
-        """What `exchange` returns."""
+        def step(difference: FlatVector | None) -> bool:
+            state.ticks = 1 if due else state.ticks + 1
+            applied = self.step_alone(replica, worker, state)
+            if difference is not None:
+                replica.parameters.sub_(difference)
+            return applied
+
+        takes_part = state.moved and replica.weight > 0
+        applied = self._meet(x, takes_part, replica, worker, state, step) if due else step(None)
         if self.via == "server":
             return StepResult(applied=applied)
-        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
+        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, due))
+
+    @override
+    def pushes_until_next(self, replica: Replica, state: ElasticState) -> int:
+        """An exchange takes the parameters as its step finds them."""
+        return 2 if state.ticks >= self.period and state.moved else 1
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: Any, *, extra: bool = False) -> bool:
+        state.moved = state.moved or replica.weight > 0
+        return replica.apply(extra=extra)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         """Close a window that was cut short. The exchange of a whole one comes with the next step."""
-        if 0 < state.ticks < self.period:
-            difference = self._difference(replica.parameters, state.moved, replica, worker, state)
+
+        def close(difference: FlatVector | None) -> None:
             if difference is not None:
                 replica.parameters.sub_(difference)
             state.ticks = 0
+
+        if 0 < state.ticks < self.period:
+            self._meet(replica.parameters, state.moved, replica, worker, state, close)
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> FlatVector:
         return server_strategy.center(replica, worker) if self.via == "server" else state.center
 
-    def _difference(
-        self, x: FlatVector, takes_part: bool, replica: Replica, worker: Worker, state: ElasticState
-    ) -> FlatVector | None:
-        """alpha·(x - center), by which the center moved; None for a worker that takes no part."""
-        alpha = self._alpha(worker.mesh.data.size)
-        if takes_part:
+    def _meet(
+        self,
+        x: FlatVector,
+        takes_part: bool,
+        replica: Replica,
+        worker: Worker,
+        state: ElasticState,
+        then: Callable[[FlatVector | None], T],
+    ) -> T:
+        """`then`, of alpha·(x - center), by which the center has moved; of None for a worker that takes no part."""
+        group, alpha = worker.mesh.data, self._alpha(worker.mesh.data.size)
+        if self.via == "server":
+            if not takes_part:
+                return then(None)
             state.moved = False
-        if self.via == "group":
-            mine = alpha * (x - state.center) if takes_part else None
-            self._add_to_center(mine, replica, worker, state)
-            return mine
-        if not takes_part:
-            return None
-        replica.rounds += 1
-        return server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica)
-
-    def _add_to_center(self, mine: FlatVector | None, replica: Replica, worker: Worker, state: ElasticState) -> None:
-        """Move every rank's center by the sum of all differences, where there is one."""
-        if replica.sum_weights(worker.mesh.data, float(mine is not None)):
+            replica.rounds += 1
+            return then(server_strategy.answer_of(server_strategy.push(replica, worker, x, alpha), replica))
+        mine = alpha * (x - state.center) if takes_part else None
+        everyone = None
+        if replica.sum_weights(group, float(mine is not None)):
             everyone = state.memory[0]
             everyone.copy_(mine) if mine is not None else everyone.zero_()
-            everyone.all_reduce_(worker.mesh.data)
-            state.center.add_(everyone)
+            everyone.all_reduce_(group)
+
+        def move() -> T:
+            if everyone is not None:
+                state.center.add_(everyone)
+            state.moved = state.moved and not takes_part
+            return then(mine)
+
+        return replica.complete(group, move)
 
     def _alpha(self, workers: int) -> float:
         return BETA / workers if self.alpha is None else self.alpha

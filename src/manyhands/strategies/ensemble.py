@@ -47,7 +47,11 @@ class Ensemble(Strategy):
     )
     summary: ClassVar[str] = "nothing: N models, outputs averaged"
     consistency: ClassVar[str] = "-"
-    needs: ClassVar[Needs] = Needs(one_model=False, elastic=False)
+    needs: ClassVar[Needs] = Needs(one_model=False)
+
+    @override
+    def fixed_members(self) -> str:
+        return "each of its workers trains a model of its own"
 
     @override
     def start(self, replica: Replica, worker: Worker) -> EnsembleState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -148,19 +149,31 @@ class Gossip(Strategy):
     def synchronize(self, replica: Replica, worker: Worker, state: GossipState | PairsState, change: Change) -> None:
         super().synchronize(replica, worker, state, change)
         if isinstance(state, PairsState):
-            state.start.copy_(replica.parameters)
+            if not state.ticks:  # of a worker that joins, too: the window that it found was another's
+                state.start.copy_(replica.parameters)
+            if not change.first and worker.mesh.data.rank == 0:  # who saves the server's state must know how long it is
+                server_strategy.read_center(replica, worker)
+        elif not change.first:  # another graph, in which each replica counts the same
+            state.mass, state.ask = 1.0, True
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> StepResult:
         if isinstance(state, PairsState):
             return pairs.turn(self.period, replica, worker, state)
-        state.ticks += 1
+        due, asked = state.ticks + 1 >= self.period, state.ask
+        if due and self.weights == "doubly-stochastic":
+            applied = self._round(replica, worker, state, state.weight + replica.weight, replica.apply)
+        else:
+            applied = self.step_alone(replica, worker, state)
+            state.ticks += 1
+            if due:
+                self._round(replica, worker, state, state.weight)
+        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, due and asked))
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: GossipState, *, extra: bool = False) -> bool:
         state.weight += replica.weight
-        applied = self.weights == "push-sum" and _step_by_mass(replica, state)
-        exchanged = state.ticks >= self.period and self._round(replica, worker, state)
-        if self.weights == "doubly-stochastic":
-            applied = replica.apply()
-        return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
+        return _step_by_mass(replica, state, extra) if self.weights == "push-sum" else replica.apply(extra=extra)
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:
@@ -168,7 +181,7 @@ class Gossip(Strategy):
             pairs.close(replica, worker, state)
             return
         if state.ticks:
-            self._round(replica, worker, state)
+            self._round(replica, worker, state, state.weight)
         state.ask = True
 
     @override
@@ -183,29 +196,45 @@ class Gossip(Strategy):
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def _round(self, replica: Replica, worker: Worker, state: GossipState) -> bool:
-        """Mix, unless it is known that nobody had rows in the window; whether everybody's control bits arrived."""
-        asked, weight = state.ask, state.weight
-        state.ticks, state.weight = 0, 0.0
+    def _round(
+        self,
+        replica: Replica,
+        worker: Worker,
+        state: GossipState,
+        weight: float,
+        then: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Mix, unless it is known that nobody had rows in the window, of this weight here; `then` comes next."""
+        asked, mass = state.ask, None
         if asked:
             total = replica.sum_weights(worker.mesh.data, weight)
-            state.ask = replica.control.any_rank_has_rows  # only a stream has rows of which the number is not known
         else:
             replica.rounds += worker.mesh.data.size > 1
-        if not asked or total:
-            self._mix(replica, worker, state)
-            state.rounds += 1
-        return asked
+        mixes = not asked or total > 0
+        if mixes:
+            mass = self._mix(replica, worker, state)
 
-    def _mix(self, replica: Replica, worker: Worker, state: GossipState) -> None:
-        """z += sum of share_j·w_j·(z_j - z) / w, where w is the new mass: replicas that are equal keep their bits."""
+        def close() -> bool:
+            if asked:
+                state.ask = replica.control.any_rank_has_rows  # only a stream has rows of which the number is not known
+            if mass is not None:
+                state.mass = mass
+                replica.parameters.add_(state.memory[1], alpha=1 / mass)
+            state.ticks, state.weight, state.rounds = 0, 0.0, state.rounds + mixes
+            return then()
+
+        return replica.complete(worker.mesh.data, close)
+
+    def _mix(self, replica: Replica, worker: Worker, state: GossipState) -> float | None:
+        """The new mass w, and in `memory[1]` the sum of share_j·w_j·(z_j - z), by which w·z moves: replicas that are equal
+        keep their bits. None for one who sits out."""
         assert self.graph != "pairs"
         push_sum, x, (came, moved) = self.weights == "push-sum", replica.parameters, state.memory
         turns = graphs.round_of(self.graph, worker.mesh.data.size, state.rounds, one_way=push_sum, seed=self.seed)[
             worker.mesh.data.rank
         ]
         if not turns:
-            return
+            return None
         moved.zero_()
         mass = state.mass * (1 - sum(turn.given for turn in turns))
         for turn in turns:
@@ -218,17 +247,15 @@ class Gossip(Strategy):
                 gotten = turn.gotten * float(theirs)
                 moved.add_(came.sub_(x), alpha=gotten)
                 mass += gotten
-        if push_sum:
-            state.mass = mass
-        x.add_(moved, alpha=1 / state.mass)
+        return mass if push_sum else state.mass
 
 
-def _step_by_mass(replica: Replica, state: GossipState) -> bool:
+def _step_by_mass(replica: Replica, state: GossipState, extra: bool) -> bool:
     """The optimizer's step, taken by x = mass·z, where the replica holds z; whether it was made."""
     if state.mass == 1:
-        return replica.apply()
+        return replica.apply(extra=extra)
     before = state.memory[0].copy_(replica.parameters)
-    applied = replica.apply()
+    applied = replica.apply(extra=extra)
     if applied:
         replica.parameters.sub_(before).div_(state.mass).add_(before)
     return applied

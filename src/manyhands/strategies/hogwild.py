@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -14,6 +14,13 @@ from manyhands.worker import Worker
 
 if TYPE_CHECKING:
     from manyhands.replica.replica import Replica
+
+
+@dataclass(kw_only=True)
+class HogwildState(State):
+    """Where members may change: this worker's own memory, in which the parameters of all are while it is the first."""
+
+    memory: list[FlatVector] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +65,19 @@ class Hogwild(Strategy):
         return float(workers)
 
     @override
-    def start(self, replica: Replica, worker: Worker) -> State:
-        return State()
+    def start(self, replica: Replica, worker: Worker) -> HogwildState:
+        return HogwildState(memory=[replica.parameters] if worker.elastic else [])
 
     @override
-    def synchronize(self, replica: Replica, worker: Worker, state: State, change: Change) -> None:
-        group = worker.mesh.data
-        replica.broadcast_from_rank0(group)
-        replica.alias_parameters(FlatVector([group.share(part, 0) for part in replica.parameters.parts]))
+    def synchronize(self, replica: Replica, worker: Worker, state: HogwildState, change: Change) -> None:
+        """Where members changed, all have the values that were in memory, which may be a lost worker's, and go on in the
+        first one's."""
+        group, own = worker.mesh.data, state.memory[0] if state.memory else replica.parameters
+        if change.first:
+            replica.broadcast_from_rank0(group)
+        elif group.rank == 0:
+            own.copy_(replica.parameters)
+        replica.alias_parameters(FlatVector([group.share(part, 0) for part in own.parts]))
         group.barrier()
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from typing_extensions import override
@@ -23,11 +23,17 @@ class LocalSGDState(State):
     ticks: int = 0
     weight: float = 0.0
     grad_mask: int = 0  # bits: parameters stepped in this window
+    memory: list[FlatVector] = field(default_factory=list)  # one for the mean, where members may change
 
     @override
     def merge(self, others: list[LocalSGDState], rank: int, size: int) -> LocalSGDState:
         """A fresh window: the mean that the ranks go on from closed theirs."""
-        return others[rank] if len(others) == size else LocalSGDState()
+        return others[rank] if len(others) == size else LocalSGDState(memory=self.memory)
+
+    @override
+    def taken_over(self) -> LocalSGDState:
+        """This worker has no steps of its own in the open window."""
+        return replace(self, weight=0.0, grad_mask=0)
 
     @override
     def weight_of_window(self) -> float:
@@ -74,23 +80,33 @@ class LocalSGD(Strategy):
             raise BadInput(f"strategy local-sgd: warmup must be a whole number of 0 or more, not {self.warmup!r}")
 
     @override
+    def fixed_members(self) -> str:
+        return "with period=end its workers exchange once, at the end" if self.period == "end" else ""
+
+    @override
     def start(self, replica: Replica, worker: Worker) -> LocalSGDState:
-        return LocalSGDState()
+        return LocalSGDState(memory=[replica.zeros()] if worker.elastic else [])
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: LocalSGDState) -> StepResult:
         if replica.tick < self.warmup:
             replica.mean_gradients(worker.mesh.data)
-            return StepResult(applied=replica.apply(), rows_left=replica.control.any_rank_has_rows)
-        weight, applied = replica.weight, replica.apply()
-        if applied:
-            state.weight += weight
-            state.grad_mask |= replica.grad_mask
+            applied = replica.complete(worker.mesh.data, replica.apply, steps=True)
+            return StepResult(applied=applied, rows_left=replica.control.any_rank_has_rows)
+        applied = self.step_alone(replica, worker, state)
         state.ticks += 1
         exchanged = state.ticks == self.period
         if exchanged:
             self._average(replica, worker, state)
         return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, exchanged))
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: LocalSGDState, *, extra: bool = False) -> bool:
+        weight, applied = replica.weight, replica.apply(extra=extra)
+        if applied:
+            state.weight += weight
+            state.grad_mask |= replica.grad_mask
+        return applied
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
@@ -110,10 +126,19 @@ class LocalSGD(Strategy):
         return mean
 
     def _average(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
-        total = replica.mean_(worker.mesh.data, replica.parameters, state.weight, state.grad_mask)
-        if total.weight:
-            if self.optimizer_state == "averaged":
-                replica.optimizer_state.average(worker.mesh.data, state.weight, total.bits)
-            elif self.optimizer_state == "reset" and worker.mesh.data.size > 1:
+        group, elastic = worker.mesh.data, worker.elastic
+        mean = state.memory[0].copy_(replica.parameters) if elastic else replica.parameters
+        total = replica.mean_(group, mean, state.weight, state.grad_mask)
+        take_over = None
+        if total.weight and self.optimizer_state == "averaged":
+            take_over = replica.optimizer_state.mean(group, state.weight, total.bits, copies=elastic)
+
+        def close() -> None:
+            replica.set_parameters(mean)
+            if take_over is not None:
+                take_over()
+            elif total.weight and self.optimizer_state == "reset" and group.size > 1:
                 replica.optimizer_state.reset()
-        state.ticks, state.weight, state.grad_mask = 0, 0.0, 0
+            state.ticks, state.weight, state.grad_mask = 0, 0.0, 0
+
+        replica.complete(group, close)

@@ -36,6 +36,11 @@ class PairsState(State):
         ticks, weight = max(other.ticks for other in others), sum(other.weight for other in others) / size
         return replace(others[0], start=start, ticks=ticks, weight=weight, merged=True)
 
+    @override
+    def taken_over(self) -> PairsState:
+        """The open window is the other one's. At the server this worker stands where the one before it stood."""
+        return replace(self, ticks=0, weight=0.0, merged=True)
+
 
 def turn(period: int, replica: Replica, worker: Worker, state: PairsState) -> StepResult:
     """After a gradient: the step, and every `period` steps an exchange."""
@@ -55,7 +60,7 @@ def close(replica: Replica, worker: Worker, state: PairsState) -> None:
     replica.rounds += 1
     update = state.start.subtract_(replica.parameters, state.start)  # until the answer is there
     answer = server_strategy.answer_of(server_strategy.push(replica, worker, update, weight), replica)
-    if worker.mesh.data.size > 1 or state.merged:  # else there is nobody to meet
+    if meets(worker, state):
         assert answer is not None
         replica.parameters.copy_(answer)
         state.merged = False
@@ -64,5 +69,9 @@ def close(replica: Replica, worker: Worker, state: PairsState) -> None:
 
 def consensus(replica: Replica, worker: Worker, state: PairsState) -> FlatVector:
     """The mean of all workers' parameters at the server; of one worker, its own."""
-    alone = worker.mesh.data.size == 1 and not state.merged
-    return replica.parameters if alone else server_strategy.center(replica, worker)
+    return server_strategy.center(replica, worker) if meets(worker, state) else replica.parameters
+
+
+def meets(worker: Worker, state: PairsState) -> bool:
+    """Whether there is anybody to meet: those who were lost stay at the server."""
+    return worker.mesh.data.size > 1 or state.merged or worker.elastic

@@ -94,15 +94,30 @@ class Quorum(CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: QuorumState) -> StepResult:
+        weight, dropped = self._receive_mean(replica, worker, state)
+        # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
+        rows_left = replica.control.any_rank_has_rows or (self.backups > 0 and weight > 0)
+        return StepResult(applied=replica.apply(), rows_left=rows_left, dropped=dropped)
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: QuorumState, *, extra: bool = False) -> bool:
+        """Not alone: all make the same steps, and the mean is of those who have rows."""
+        self._receive_mean(replica, worker, state)
+        return replica.apply(extra=extra)
+
+    @override
+    def extras_of(self, pushes: int, dealt: int) -> int:
+        return min(pushes, dealt)
+
+    def _receive_mean(self, replica: Replica, worker: Worker, state: QuorumState) -> tuple[float, bool]:
+        """Push, and have the mean of the step in `gradients`: its weight, and whether this push came too late for it."""
         pushed = compression.push_gradients(self, replica, worker, state)
         state.behind = pushed.behind
         replica.rounds += 1
         if pushed.answer is not None:
             replica.gradients.take_joined_(pushed.answer)
         replica.record_mean(MeanResult(pushed.weight, pushed.bits))
-        # A step of weight 0 has waited for all: only then nobody, late ones included, has rows.
-        rows_left = replica.control.any_rank_has_rows or (self.backups > 0 and pushed.weight > 0)
-        return StepResult(applied=replica.apply(), rows_left=rows_left, dropped=not pushed.applied)
+        return pushed.weight, not pushed.applied
 
     @override
     def agreed(self, replica: Replica, state: QuorumState) -> FlatVector | None:

@@ -79,9 +79,15 @@ def pull_into(vector: FlatVector, worker: Worker) -> None:
 def center(replica: Replica, worker: Worker) -> FlatVector:
     """The center in a vector of its own, the same on all ranks: nobody pushes meanwhile. A collective."""
     worker.mesh.data.barrier()
+    vector = read_center(replica, worker)
+    worker.mesh.data.barrier()
+    return vector
+
+
+def read_center(replica: Replica, worker: Worker) -> FlatVector:
+    """The center as it is, in a vector of its own."""
     vector = replica.parameters.empty_like()
     _receive(vector, server_of(worker).center)
-    worker.mesh.data.barrier()
     return vector
 
 

@@ -26,7 +26,11 @@ class Solo(Strategy):
     source: ClassVar[str] = "A Stochastic Approximation Method, Robbins, Monro, 1951"
     summary: ClassVar[str] = "nothing: one worker"
     consistency: ClassVar[str] = "-"
-    needs: ClassVar[Needs] = Needs(one_worker=True, elastic=False)
+    needs: ClassVar[Needs] = Needs(one_worker=True)
+
+    @override
+    def fixed_members(self) -> str:
+        return "it has one worker"
 
     @override
     def start(self, replica: Replica, worker: Worker) -> State:

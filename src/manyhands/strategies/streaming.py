@@ -6,6 +6,7 @@ DiLoCo is one fragment, waited for at once, taken over whole; its means can be c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,6 +63,11 @@ class GroupState(CompressedState):
     memory: list[FlatVector] = field(default_factory=list)  # one that the group works on
     handles: dict[int, list[Work]] = field(default_factory=dict)  # by fragment, one a shard; of a resumed run, which
     # has none, `on_way` is
+    opened: list[int] = field(default_factory=list)  # by fragment: the tick until which all is in its center
+    started: dict[int, int] = field(
+        default_factory=dict
+    )  # by fragment under way: the tick at which its mean was started
+    remember: list[Callable[[], None]] = field(default_factory=list)  # what the newest mean, compressed, left out
 
     @override
     def merge(self, others: list[GroupState], rank: int, size: int) -> GroupState:
@@ -79,6 +85,12 @@ class GroupState(CompressedState):
             on_way_counted=torch.stack([other.on_way_counted for other in others]).sum(0) / size,
             residual=self.shared(others, size, adds=False),
         )
+
+    @override
+    def taken_over(self) -> GroupState:
+        """This worker has no steps of its own in the open windows."""
+        super().taken_over()
+        return replace(self, counted=self.counted.zero_(), on_way_counted=self.on_way_counted.zero_())
 
     @override
     def weight_of_window(self) -> float:
@@ -122,9 +134,9 @@ def cut(layout: Layout, fragments: int) -> list[Fragment]:
     return list(zip(cuts, [*cuts[1:], layout.padded], strict=True))
 
 
-def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, weight: float) -> bool:
-    """After a step that counted `weight`: use the mean that is due, start the one that is. Whether rows are left."""
-    state.counted += weight
+def turn(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> bool:
+    """After a step: use the mean that is due, start the one that is. Whether rows are left."""
+    _know_windows(schedule, state)
     state.ticks += 1
     in_sync = False
     landing, starting = schedule.due(state.ticks - schedule.overlap), schedule.due(state.ticks)
@@ -148,13 +160,81 @@ def close(schedule: Schedule, replica: Replica, worker: Worker, state: GroupStat
     """
     if not state.ticks:
         return
-    for fragment in schedule.under_way(state.ticks):
+    _know_windows(schedule, state)
+    for fragment in list(state.started):
         _use_mean(schedule, replica, worker, state, fragment, schedule.mixing)
-    left = [fragment for fragment in range(schedule.fragments) if fragment != schedule.due(state.ticks)]
-    for fragment in left:
+    if replica.elastic:
+        _sync_together(schedule, replica, worker, state)
+        return
+    for fragment in [fragment for fragment in range(schedule.fragments) if fragment != schedule.due(state.ticks)]:
         _start_mean(schedule, replica, worker, state, fragment)
         _use_mean(schedule, replica, worker, state, fragment, mixing=0.0)
-    state.ticks = 0
+    state.ticks, state.opened, state.started = 0, [], {}
+
+
+# -- where members may change ------------------------------------------------------------------------------------------
+
+
+def forget(schedule: Schedule, state: GroupState) -> None:
+    """Means under way are gone with their group: their windows are open as before, and go on."""
+    _know_windows(schedule, state)
+    state.handles.clear()
+    state.started.clear()
+    state.counted += state.on_way_counted
+    state.on_way_counted.zero_()
+
+
+def step_extra(replica: Replica, state: GroupState, ago: int) -> bool:
+    """Step on a lost worker's rows, of its step so many before the newest: only in the fragments in whose centers that
+    step is not yet."""
+    step = state.ticks - ago  # 1, 2, … since all fragments were synced together
+    there = [which for which, opened in enumerate(state.opened) if opened >= step]
+    before = state.memory[0]  # no mean is under way
+    for which in there:
+        here = state.fragments[which]
+        before.between(*here).copy_(replica.parameters.between(*here))
+    weight, applied = replica.weight, replica.apply(extra=True)
+    if not applied:
+        return False
+    for which, here in enumerate(state.fragments):
+        if which in there:
+            replica.parameters.between(*here).copy_(before.between(*here))
+        else:
+            state.counted[which] += weight
+    return True
+
+
+def _sync_together(schedule: Schedule, replica: Replica, worker: Worker, state: GroupState) -> None:
+    """Sync all fragments, each in a mean of its own; all of them count, or none."""
+    for fragment in range(schedule.fragments):
+        _start_mean(schedule, replica, worker, state, fragment)
+    totals = []
+    for fragment in range(schedule.fragments):
+        for handle in state.handles.pop(fragment):
+            total = replica.control.record(handle.wait())
+        totals.append(total)
+    replica.rounds += schedule.fragments * (worker.mesh.data.size > 1)
+
+    def close() -> None:
+        for fragment, total in enumerate(totals):
+            _step_center(schedule, replica, state, fragment, total.weight, mixing=0.0)
+        state.ticks, state.opened, state.started = 0, [], {}
+
+    replica.complete(worker.mesh.data, close)
+
+
+def _know_windows(schedule: Schedule, state: GroupState) -> None:
+    """Between two ticks they follow from the number of ticks, as after a resume."""
+    if not state.opened:
+        state.opened = [0] * schedule.fragments
+        state.started = {}
+        for tick in range(max(1, state.ticks - schedule.period - schedule.overlap), state.ticks + 1):
+            if (fragment := schedule.due(tick)) is None:
+                continue
+            if tick > state.ticks - schedule.overlap:
+                state.started[fragment] = tick
+            else:
+                state.opened[fragment] = tick
 
 
 # -- one fragment ------------------------------------------------------------------------------------------------------
@@ -166,8 +246,9 @@ def _start_mean(schedule: Schedule, replica: Replica, worker: Worker, state: Gro
     gradient = state.memory[0].between(*here).subtract_(state.center.between(*here), replica.parameters.between(*here))
     if state.on_way.numel:
         state.on_way.between(*here).copy_(gradient)
-    state.on_way_counted[fragment] = state.counted[fragment]
+    state.on_way_counted[fragment] += state.counted[fragment]  # 0, but for a mean that a lost worker ended
     state.counted[fragment] = 0.0
+    state.started[fragment] = state.ticks
     state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
 
 
@@ -178,27 +259,45 @@ def _mean(schedule: Schedule, replica: Replica, worker: Worker, state: GroupStat
     if schedule.compress == "none":
         parts = [part for part in gradient.parts if len(part)]
         return [worker.mesh.data.start_mean_(part, weight, bits) for part in parts]
-    return [Done(compression.mean_(schedule, replica, worker, state, gradient, weight, bits))]
+    total, remember = compression.mean_(schedule, replica, worker, state, gradient, weight, bits)
+    state.remember = [remember]
+    return [Done(total)]
 
 
 def _use_mean(
     schedule: Schedule, replica: Replica, worker: Worker, state: GroupState, fragment: int, mixing: float
 ) -> None:
     """Wait for the mean pseudo-gradient, make the outer step, and go on from the new center, or from between."""
-    here = state.fragments[fragment]
-    vectors = state.memory[0], state.center, state.momentum, replica.parameters
-    gradient, center, momentum, x = (vector.between(*here) for vector in vectors)
     if fragment not in state.handles:  # it was under way at the checkpoint
-        gradient.copy_(state.on_way.between(*here))
+        here = state.fragments[fragment]
+        state.memory[0].between(*here).copy_(state.on_way.between(*here))
         state.handles[fragment] = _mean(schedule, replica, worker, state, fragment)
     for handle in state.handles.pop(fragment):
         total = replica.control.record(handle.wait())
     replica.rounds += worker.mesh.data.size > 1
+
+    def close() -> None:
+        _step_center(schedule, replica, state, fragment, total.weight, mixing)
+        state.opened[fragment] = state.started.pop(fragment)
+        if replica.elastic and schedule.fragments == 1 and not schedule.overlap:  # then this was a sync of all
+            state.ticks, state.opened = 0, []
+
+    replica.complete(worker.mesh.data, close)
+
+
+def _step_center(
+    schedule: Schedule, replica: Replica, state: GroupState, fragment: int, weight: float, mixing: float
+) -> None:
+    """The outer step along the mean that `memory` holds, and the way from there. weight: of all ranks."""
+    vectors = state.memory[0], state.center, state.momentum, replica.parameters
+    gradient, center, momentum, x = (vector.between(*state.fragments[fragment]) for vector in vectors)
     state.on_way_counted[fragment] = 0.0
-    if not total.weight:
-        return
-    outer_step(center, momentum, gradient, schedule.rate, schedule.momentum)
-    x.lerp_(center, 1 - mixing) if mixing else x.copy_(center)
+    for remember in state.remember:
+        remember()
+    state.remember = []
+    if weight:
+        outer_step(center, momentum, gradient, schedule.rate, schedule.momentum)
+        x.lerp_(center, 1 - mixing) if mixing else x.copy_(center)
 
 
 def outer_step(center: FlatVector, momentum: FlatVector, gradient: FlatVector, rate: float, factor: float) -> None:

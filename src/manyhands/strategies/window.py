@@ -41,13 +41,6 @@ class Window(CompressedState):
             self.start.copy_(replica.parameters)
             self.fresh = True
 
-    def step(self, replica: Replica) -> bool:
-        """One local step of the replica's own optimizer; whether it was made."""
-        applied = replica.apply()
-        self.steps += applied
-        self.ticks += 1
-        return applied
-
     def close(self, replica: Replica, worker: Worker, options: CompressOptions, *, divide: bool = False) -> None:
         """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
         if self.steps:
@@ -84,10 +77,17 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: Window) -> StepResult:
-        applied = state.step(replica)
+        applied = self.step_alone(replica, worker, state)
+        state.ticks += 1
         if state.ticks == self.window:
             state.close(replica, worker, self, divide=self.divides)
         return StepResult(applied=applied)
+
+    @override
+    def step_alone(self, replica: Replica, worker: Worker, state: Window, *, extra: bool = False) -> bool:
+        applied = replica.apply(extra=extra)
+        state.steps += applied
+        return applied
 
     @override
     def finish(self, replica: Replica, worker: Worker, state: Window) -> None:

@@ -12,14 +12,18 @@ from torch import nn
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import is_function, open_source
+from manyhands.data.source import Unsized
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.engines.single_process import pick_device
+from manyhands.engines.survive import Survive
+from manyhands.engines.torchrun.launchers import restart_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
 from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
 from manyhands.training.best_model import BestModelPolicy
+from manyhands.training.loop import own_pace_on_a_stream
 from manyhands.training.plan import global_batch
 
 
@@ -32,6 +36,7 @@ class TrainConfig:
     engine: Engine
     workers: int | None
     directory: AnyPath | None
+    survive: Survive | None = None
 
     @property
     def count(self) -> int:
@@ -43,6 +48,11 @@ class TrainConfig:
     def spmd(self) -> bool:
         """Every rank makes this call: one program on several processes."""
         return self.engine.capabilities.spmd and self.count > 1
+
+    @property
+    def started_again(self) -> bool:
+        """Whether the launcher has started all workers again, to go on from the newest checkpoint."""
+        return self.spmd and self.survive is not None and self.survive.max_restarts > 0 and restart_count() > 0
 
     @property
     def owns_run_dir(self) -> bool:
@@ -63,7 +73,55 @@ class TrainConfig:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         self._check_strategy(servers)
         self._check_worker_callback()
-        self._check_data()
+        batch_size, stream = self._check_data()
+        self._check_survive(batch_size, stream)
+
+    def _check_survive(self, batch_size: int, stream: bool) -> None:
+        """That the run can go on as it is to. stream: the training data is one; a function's is known to workers alone."""
+        survive, strategy, engine = self.survive, self.strategy, self.engine
+        if survive is None:
+            return
+        survive.check(self.count, batch_size, strategy.server() is not None)
+        if survive.max_restarts and self.directory is None:
+            raise BadInput(
+                "survive: max_restarts starts the run again from its newest checkpoint, and without a run directory "
+                "there is none: give run_dir (--run-dir)"
+            )
+        if survive.restarts_only:
+            return
+        if not engine.capabilities.survives:
+            raise Unsupported(
+                f"survive: engine {engine.name} cannot go on without a worker that is lost: use engine local or hosts, or give "
+                'max_restarts alone (survive="max_restarts=3"), which starts the whole run again from its newest checkpoint'
+            )
+        if survive.copies > 1 and not engine.capabilities.copies:
+            raise Unsupported(
+                f"survive: engine {engine.name} keeps no copies of server shards yet: use engine local or hosts, or leave copies out"
+            )
+        if survive.copies > 1 and survive.max_losses == 0:
+            if survive.max_workers not in (None, self.count):
+                raise Unsupported(
+                    f"survive: with copies={survive.copies} and max_losses=0 the run keeps its {self.count} workers; got "
+                    f"max_workers={survive.max_workers}: leave it out"
+                )
+            return  # all workers stay
+        if why := strategy.fixed_members():
+            raise Unsupported(
+                f"survive: strategy {strategy.name} cannot go on without a worker that is lost, because {why}: use "
+                "allreduce, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
+            )
+        if stream and strategy.leasing() is not None:
+            raise Unsupported(own_pace_on_a_stream(strategy.name))
+        if strategy.needs.one_host and not engine.capabilities.one_host:
+            raise Unsupported(
+                f"survive: the workers of strategy {strategy.name} share memory, and hosts may join a run on engine "
+                f"{engine.name}: use engine local, or give max_restarts alone"
+            )
+        if self.task.worker_callback is not None:
+            raise Unsupported(
+                "survive: the task has a callback on each worker, as Keras models do, and what it remembers is lost "
+                "with its worker: give max_restarts alone, which starts the whole run again from its newest checkpoint"
+            )
 
     def _check_strategy(self, servers: int) -> None:
         if self.strategy.needs.one_worker and self.count > 1:
@@ -93,18 +151,20 @@ class TrainConfig:
         if self.task.worker_callback is not None:
             self.task.worker_callback.check(self.strategy.needs.one_model)
 
-    def _check_data(self) -> None:
-        """Open the data on the driver, except functions, which only workers call, and check the batch size."""
+    def _check_data(self) -> tuple[int, bool]:
+        """Open the data on the driver, except functions, which only workers call; the global batch size, checked, and
+        whether the training data is a stream."""
         if isinstance(self.task.model, nn.Module):
             layouts_of(self.task.model)  # raises for parameters that cannot be trained
-        own = None
+        own, stream = None, False
         for data in (self.task.train_data, self.task.validation_data, self.task.test_data):
             if isinstance(data, DistributedFrame):
                 check_brings(self.engine)
             elif data is not None and not is_function(data):
                 source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
-                own = source.batch_size if data is self.task.train_data else own
-        global_batch(self.task, self.count, own)
+                if data is self.task.train_data:
+                    own, stream = source.batch_size, isinstance(source, Unsized)
+        return global_batch(self.task, self.count, own), stream
 
 
 def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:

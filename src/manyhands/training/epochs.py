@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 from manyhands.data.feed import Slice
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.data.source import COMPARED, check_digests
+from manyhands.data.slice_ledger import Place
+from manyhands.data.source import COMPARED, EMPTY, check_digests
 from manyhands.errors import BadInput
 from manyhands.strategies.base import Leasing
-from manyhands.training.loop import Loop
-
-EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
+from manyhands.training.loop import Loop, Phase, Regroup
 
 
 class LockstepEpochs:
@@ -29,25 +29,40 @@ class LockstepEpochs:
         loop.anybody = True
         self._uncompared = 0 if self._sized else COMPARED
         if loop.worker.server is not None:
-            loop.worker.server.activate()
+            loop.activate()
             loop.worker.group.barrier()  # nobody's first tick is finished before all take part
+        if loop.phase is Phase.BETWEEN and self._last_step():
+            return self._complete()
         with closing(loop.train_feed.epoch(loop.position.epoch, loop.position.epoch_tick)) as slices:
             for part in self._turns(slices):
                 loop.turn(part, loop.position.tick)
-                loop.position.tick += 1
-                loop.position.epoch_tick += 1
                 if loop.stopped():
                     return False
-                loop.between()
-                if loop.finished():
-                    return not loop.reason and loop.position.epoch_tick == loop.ticks_per_epoch
+                if self._last_step():
+                    return self._complete()
+                loop.regroup_if_agreed()
         return True
+
+    def take_back(self) -> bool:
+        return False  # see joining.py: what a lost worker had is in the round
+
+    def _last_step(self) -> bool:
+        """Do what is due after a step; whether no further one is wanted."""
+        loop = self._loop
+        loop.between()
+        if not loop.finished():
+            loop.phase = Phase.STEP
+        return loop.finished()
+
+    def _complete(self) -> bool:
+        return not self._loop.reason and self._loop.position.epoch_tick == self._loop.ticks_per_epoch
 
     def _turns(self, slices: Iterator[Slice]) -> Generator[Slice, None, None]:
         """The slices of an epoch, timed; on a stream, empty ones after the last until no rank has any."""
         loop, sized = self._loop, self._sized
+        whole = loop.worker.elastic  # each reads all of a stream, and so sees its end with the others
         ahead = self._next(slices)
-        while sized or ahead is not None or loop.anybody:
+        while sized or ahead is not None or (loop.anybody and not whole):
             if sized and ahead is None:
                 return
             current, loop.input_s = ahead if ahead is not None else (EMPTY, 0.0)
@@ -57,6 +72,11 @@ class LockstepEpochs:
             yield current
             if sized:
                 ahead = self._next(slices)
+            elif whole and ahead is None and loop.replica.control.any_rank_has_rows:
+                raise BadInput(
+                    f"the stream ended on worker {loop.worker.worker_id} while others still have rows: each worker must read "
+                    "the same whole stream, so do not select rows by rank"
+                )
 
     def _next(self, slices: Iterator[Slice]) -> tuple[Slice, float] | None:
         worker = self._loop.worker
@@ -112,11 +132,26 @@ class AsyncEpochs:
                 return False
 
     def _segment(self) -> None:
-        """From one meeting to the next."""
+        """From one meeting to the next. Where members have changed within it, what is left of it."""
+        loop = self._loop
         segment = self._next_segment(self._activate())
-        with closing(self._loop.train_feed.leased(segment, lambda: self._take(segment))) as slices:
+        if loop.worker.elastic:
+            again, loop.position.parts = loop.position.parts > 0, segment.parts
+        else:
+            again = False
+        with closing(loop.train_feed.leased(segment, lambda: self._take(segment), ahead=not again)) as slices:
             self._turn_all(slices, segment)
         self._meet(segment)
+
+    def take_back(self) -> bool:
+        """With the last pushes all is at the server that those who are here have trained, and nobody gets an End as long as
+        it is not known what those have who are not."""
+        loop = self._loop
+        assert loop.closing is not None
+        segment, trained = loop.closing, loop.position.local_steps
+        with closing(loop.train_feed.leased(segment, lambda: self._take(segment), ahead=False)) as slices:
+            self._turn_all(slices, segment)
+        return any(loop.worker.group.all_gather_json(loop.position.local_steps > trained))
 
     def _activate(self) -> int:
         """All activate before the first tick; while worker 0 trains its warm-up ticks alone, the others wait."""
@@ -136,7 +171,8 @@ class AsyncEpochs:
         self._entered = True
 
     def _next_segment(self, rank0_warmup_ticks: int) -> Segment:
-        position, plan = self._loop.position, self._loop.plan
+        position, plan, worker = self._loop.position, self._loop.plan, self._loop.worker
+        goes_on = position.left is not None or (worker.elastic and position.parts > 0)  # with slices as they were
         done, ticks = self._done(), self._ticks or 0
         due = (every for every in (plan.validate_every, plan.checkpoint_every) if isinstance(every, int))
         ends = [(position.epoch + 1) * ticks, *((done // every + 1) * every for every in due)]
@@ -147,8 +183,8 @@ class AsyncEpochs:
             epoch=position.epoch,
             first=position.epoch_tick,
             until=max(until, position.epoch_tick),
-            parts=position.parts if position.left is not None else self._loop.worker.mesh.rows[1],
-            size=self._loop.worker.mesh.rows[1],
+            parts=position.parts if goes_on else worker.mesh.rows[1],
+            size=worker.mesh.rows[1],
             left=position.left,
             rank0_warmup_ticks=rank0_warmup_ticks,
         )
@@ -166,10 +202,19 @@ class AsyncEpochs:
         if loop.wants_stop() and not loop.worker.driver.should_stop() and not self._stop_requested:
             self._stop_requested = True
             loop.worker.emit("stop", step=loop.replica.step, reason=loop.own_reason)
+        if loop.worker.interrupted or loop.worker.broken:
+            raise Regroup
         loop.worker.driver.progress("wait" if segment.rank0_warmup_ticks else "input", loop.replica.step)
-        self._answer = loop.worker.lease(segment)
+        push, server = None, loop.worker.server
+        if loop.worker.elastic and server is not None:
+            push = server.pushes + loop.plan.strategy.pushes_until_next(loop.replica, loop.state)
+        elif loop.worker.elastic:  # what it has stepped on is in the memory of all
+            push = loop.position.local_steps + 1
+        self._answer = loop.worker.lease(segment, push)
         if isinstance(self._answer, Lease):
             self._enter()
+        elif self._answer.partial:
+            loop.note_partial(self._answer.partial)
         return self._answer
 
     def _turn_all(self, slices: Iterator[Slice], segment: Segment) -> None:
@@ -189,12 +234,14 @@ class AsyncEpochs:
                 continue
             lease = self._answer
             assert isinstance(lease, Lease)
-            loop.replica.follow_schedule(self._done() + lease.handed // segment.parts)
+            before = segment.epoch * self._ticks
+            loop.replica.follow_schedule(before + segment.first + lease.handed // segment.parts)
             loop.turn(
                 part,
-                position.epoch * self._ticks + lease.index,
+                before + lease.index,
                 lease=[lease.index, lease.part, lease.handed],
                 parts=segment.parts,
+                **({"again": True, "epoch": segment.epoch} if lease.again else {}),
             )
 
     def _stream_is_over(self) -> bool:
@@ -221,11 +268,28 @@ class AsyncEpochs:
             read = min(len(digests) for _, _, digests in everyone)  # a worker that stops early has read fewer
             check_digests([digests[:read] for _, _, digests in everyone])
         elif loop.reason:
+            self._count_rows(segment, end.left)
             position.left, position.parts, position.until = end.left, segment.parts, segment.until
             position.tick = position.epoch * self._ticks + _begun(segment, end)
         else:
+            self._count_rows(segment, [])
             position.left, position.epoch_tick = None, segment.until
             position.tick = self._done()
+            if loop.worker.elastic and segment.until == self._ticks:
+                position.parts = 0
+            loop.closing = replace(segment, first=segment.until, left=None)
+
+    def _count_rows(self, segment: Segment, left: list[list[int]]) -> None:
+        """Where workers may be lost, each counts what all have trained of a segment, but for what is left of it."""
+        loop = self._loop
+        if loop.worker.elastic:
+            began = [[segment.first, segment.until]] * segment.parts if segment.left is None else segment.left
+            rows_of = loop.train_feed.rows_of
+            loop.position.rows += sum(
+                rows_of(segment.epoch, [Place(index, part, segment.parts) for index in range(*queue)]) * sign
+                for queues, sign in ((began, 1), (left, -1))
+                for part, queue in enumerate(queues)
+            )
 
 
 def _begun(segment: Segment, end: End) -> int:

@@ -1,34 +1,61 @@
-"""The one worker loop: what every worker of a training run does, whatever the strategy and the engine."""
+"""The one worker loop: what every worker of a training run does, whatever the strategy and the engine.
+
+A loop is built alone: data, model, the strategy's `start`. Then it joins the worker's group and trains. Where members
+may change, a peer's loss or a change that the driver asks for ends `run` in between; after the next `join` it goes on
+from where the members are. The step under way, which nobody committed, is repeated.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from manyhands import rng, units
 from manyhands.data.feed import Feed, Slice
+from manyhands.data.leases import Segment
 from manyhands.data.open_source import open_source
+from manyhands.data.slice_ledger import Place, SliceLedger
 from manyhands.engines import cores
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
-from manyhands.replica.control_bits import MORE, STOP
+from manyhands.replica.control_bits import MORE, REGROUP, STOP
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
-from manyhands.strategies.base import Change
+from manyhands.strategies.base import StepResult
+from manyhands.training import nonfinite
 from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, check_executor, global_batch, make_executor
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
 from manyhands.worker import Worker
+from manyhands.worker_callback import WorkerCallback
 
 COLLECT_EVERY = 1000  # ticks between collections of all ranks' events where every rank is its own driver
+
+
+class Phase(IntEnum):
+    """What a loop is at. At one step and epoch the phases come in this order."""
+
+    BETWEEN = 0  # what is due after a step: validation, checkpoint
+    CLOSE = 1  # the epoch's last step is made: the strategy's open round
+    VALIDATE = 2
+    EPOCH = 3  # callbacks
+    SAVE = 4
+    STEP = 5  # the next step
+    STOP = 6  # something stopped the run in the middle of an epoch
+
+
+class Regroup(Exception):
+    """All members have agreed to form the next generation now: between two steps, with no round open."""
 
 
 class Epochs(Protocol):
@@ -36,6 +63,29 @@ class Epochs(Protocol):
 
     def epoch(self) -> bool:
         """Train until the epoch's rows are out (True), or until something stops it."""
+
+    def take_back(self) -> bool:
+        """Once all of an epoch is pushed: train what came back of lost workers. Whether anybody did; a collective."""
+
+
+@dataclass
+class _Turn:
+    """A tick under way, whose gradient is computed. Times are on the worker's clock, in seconds."""
+
+    part: Slice
+    tick: int
+    values: dict[str, Any]  # of its event, besides
+    loss: float
+    weight: float
+    rate: float
+    steps: int  # of the optimizer, before it
+    rounds: int  # before it
+    pushes: int  # of this worker, before it
+    start: float
+    begun: float  # its backward
+    middle: float  # before its exchange
+    apply_s: float  # of all ticks before it
+    wait_s: float
 
 
 class Loop:
@@ -51,24 +101,36 @@ class Loop:
             clip_norm=plan.task.clip_norm,
             nonfinite=plan.nonfinite,
             clock=worker.clock,
+            elastic=worker.elastic,
         )
         check_executor(plan.task, self.replica.shards)
         self.train_feed = self._feed(plan.task.train_data, train=True)
         self.ticks_per_epoch = self.train_feed.ticks
-        fingerprint.compare(worker, partial(self._program_facts, self.replica.model))
+        in_step = plan.strategy.leasing() is None
+        self.has_rounds = worker.elastic and in_step and not plan.strategy.needs.mean_gradient  # replicas differ there
+        self.rounds_at_server = (
+            self.has_rounds and plan.strategy.server() is not None
+        )  # it completes them for who is left
+        if worker.elastic and not (self.train_feed.rereads if in_step else self.train_feed.leasable):
+            raise Unsupported(own_pace_on_a_stream(plan.strategy.name))
+        if worker.elastic:  # with fewer workers a slice is larger, and memory is not
+            self.replica.executor.limit_rows(-(-self.train_feed.batch_size // worker.mesh.rows[1]))
         self._use_schedule()
         if worker.rank and not many:
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
             raise self.replica.executor.without_gradients()
         self.state = plan.strategy.start(self.replica, worker)
-        plan.strategy.synchronize(self.replica, worker, self.state, Change(generation=worker.generation))
-        self.worker_callback = (
-            None if plan.task.worker_callback is None else plan.task.worker_callback.create(worker, self.replica)
-        )
+        self.worker_callback: WorkerCallback | None = None
         self._called_off = False  # by this worker's callback
+        self._workers = worker.mesh.rows[1]  # with which the run begins, whoever of them is there when it does
         self.position = TrainingPosition()
+        self.phase = Phase.STEP
+        self.lockstep = plan.strategy.leasing() is None  # all make the same ticks
+        self.closing: Segment | None = None  # at their own pace: that of the epoch whose end is under way
+        self.blank = True  # nothing is trained, nor taken from whoever has: the group of all is yet to be joined
         self._check_due = False  # replicas are compared as soon as they are promised to be equal
+        self.ending = 0  # the epoch whose end is under way
         self.reason = ""
         self.began = worker.clock()
         self.validator = Validator(
@@ -78,20 +140,25 @@ class Loop:
             validation=self._feed_of(plan.task.validation_data),
             test=self._feed_of(plan.task.test_data),
         )
-        held = frozenset(self.state.tensors())
-        self.saver = Saver(
-            plan, worker, self.replica, self.train_feed, self.total_ticks(), self.validator.best, held=held
-        )
+        self.saver = Saver(plan, worker, self.replica, self.train_feed, self.total_ticks(), self.validator.best)
         self.epochs = epochs(self)
         self.spec = plan.strategy.server() if worker.server is not None else None
         self.staleness = self._watch()
-        if plan.resume_from is not None:
-            self.state, self.position = self.saver.resume(plan.resume_from, self.state)
         self.anybody = True  # somebody may have rows: the last exchange's answer
         self.input_s = 0.0  # that this tick waited for its rows
         self._pending: dict[str, Any] | None = None
         self._sent = 0
         self._own_reason = ""
+        self._buffers_before: dict[str, torch.Tensor] | None = None  # of the step under way, where it may be repeated
+        self.under_way = 0  # rows of its global batch, until it is committed or the members have agreed to repeat it
+        self._turn: _Turn | None = None  # until its step is made
+        self.ledger: SliceLedger | None = None  # of the open round, where replicas differ between rounds
+        self.generation = worker.generation  # the newest that it has joined
+        self.extra: set[Place] = set()  # slices of a lost worker that this one has trained in the open round
+        self.epoch_ticks = 0  # of the newest epoch that is over
+        self.members_before = 0  # of the group in which this worker last agreed with others where to go on
+        self.activated_at = 0  # the global batch of the epoch at which all last became active at the server
+        self.partial: list[list[int]] = []  # see `note_partial`
 
     def _feed_of(self, data: Any) -> Feed | None:
         return None if data is None else self._feed(data)
@@ -111,6 +178,7 @@ class Loop:
             order=task.order if train else None,
             device=worker.device,
             threads=not worker.shares_process,
+            keeps=train and worker.elastic and self.plan.strategy.leasing() is None,
         )
 
     def _use_schedule(self) -> None:
@@ -136,20 +204,123 @@ class Loop:
         sized = None if self.ticks_per_epoch is None else self.ticks_per_epoch * self.task.epochs
         return min((n for n in (sized, self.task.max_steps) if n is not None), default=None)
 
+    # -- what members agree on ---------------------------------------------------------------------------------------
+
+    def progress(self) -> list[int]:
+        """How far this worker is: of two lists the greater one is further."""
+        position = self.position
+        return [position.tick, position.epoch, self.phase, self.validator.validated_at, self.saver.saved]
+
+    def forget_step(self) -> int:
+        """Of the step under way, which this worker has not committed: buffers are as before it, and so are counts. How
+        many rows its global batch has, 0 where there is none."""
+        if self._turn is not None:
+            self.plan.strategy.forget_step(self.replica, self.worker, self.state)
+            self._turn = None
+        if self._buffers_before is not None:
+            for name, buffer in self.replica.model.named_buffers():
+                before = self._buffers_before.get(name)  # None: the step has made it
+                if before is not None and before.shape == buffer.shape:
+                    buffer.copy_(before)
+                elif before is not None:
+                    buffer.data = before
+        self._buffers_before, self.replica.rounds = None, self.position.rounds
+        self.replica.control.restart()
+        return self.under_way
+
+    # -- rounds of members that may change ---------------------------------------------------------------------------
+
+    def catch_up(self, completed: int) -> None:
+        """Others have completed so many rounds: complete what this worker has not, and the tick to which it belongs."""
+        self.replica.catch_up(completed)
+        if (turn := self._turn) is not None and self.replica.stepped:
+            self._end_turn(turn, StepResult(applied=self.replica.step > turn.steps))
+
+    def done(self) -> int:
+        """Global batches of the ledger's epoch that this worker has stepped on."""
+        assert self.ledger is not None
+        if self.position.epoch == self.ledger.epoch:
+            return self.position.epoch_tick
+        return self.ticks_per_epoch or self.epoch_ticks
+
+    def begin_round(self, first: int | None = None) -> None:
+        """All rows until here are in a round; from here on is the next. first: of the epoch, default: where this is."""
+        position = self.position
+        self.ledger = SliceLedger(
+            round=self.replica.completed,
+            epoch=position.epoch,
+            first=position.epoch_tick if first is None else first,
+            members=tuple(self.worker.members),
+        )
+        self.extra = set()
+
+    def take_ledger(self, ledger: SliceLedger) -> None:
+        """Of the members together. What this worker has trained of a round that is complete is no longer of interest."""
+        if self.ledger is None or (self.ledger.epoch, self.ledger.round) != (ledger.epoch, ledger.round):
+            self.extra = set()
+        self.ledger = ledger
+
+    def activate(self) -> None:
+        """Take part at the server, from this global batch on. Before the first push all must have."""
+        assert self.worker.server is not None
+        self.activated_at = self.position.epoch_tick
+        self.worker.server.activate()
+
+    def step_extra(self, place: Place | None, part: Slice) -> None:
+        """Step on a slice of a lost worker, in the open round. None: on no rows, while others have some."""
+        self.replica.begin_tick()
+        self.worker.driver.progress("compute", self.replica.step)
+        self.plan.strategy.before_backward(self.replica, self.worker, self.state)
+        self.replica.backward(part.batch)
+        ago = 0 if place is None else self.done() - 1 - place.tick
+        self.plan.strategy.step_extra(self.replica, self.worker, self.state, ago=ago)
+        if place is not None:
+            self.extra.add(place)
+
+    def own_values(self) -> dict[str, Any]:
+        """JSON: what a worker that takes this one's place needs to know of its loop besides the position."""
+        return {
+            "phase": int(self.phase),
+            "validated_at": self.validator.validated_at,
+            "saved": self.saver.saved,
+            "reason": self.reason,
+            "ending": self.ending,
+            "facts": self.facts,
+            "elapsed_s": self.worker.clock() - self.began,
+            "check_due": self._check_due,
+            "completed": self.replica.completed,
+            "partial": self.partial,
+            "closing": None if self.closing is None else vars(self.closing),
+            "epoch_ticks": self.epoch_ticks,
+        }
+
+    def take_values(self, values: dict[str, Any]) -> None:
+        """What another's `own_values` gave."""
+        self.phase, self.reason, self.ending = Phase(values["phase"]), values["reason"], values["ending"]
+        self.validator.validated_at, self.saver.saved = values["validated_at"], values["saved"]
+        self.facts, self.began = values["facts"], self.worker.clock() - values["elapsed_s"]
+        self._check_due, self.replica.completed = values["check_due"], values["completed"]
+        self.partial = values["partial"]
+        self.closing = None if values["closing"] is None else Segment(**values["closing"])
+        self.epoch_ticks = values["epoch_ticks"]
+        self.replica.rounds, self.replica.tick = self.position.rounds, max(0, self.position.tick - 1)
+
+    def create_callback(self) -> None:
+        make = self.plan.task.worker_callback
+        self.worker_callback = None if make is None else make.create(self.worker, self.replica)
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All epochs, or until something stops them."""
-        self._compare_settings()
-        self._announce()
-        if self.worker_callback is not None:
-            self.worker_callback.on_start(self.facts)
-        while self.position.epoch < self.task.epochs and not self.finished():
+        """All epochs, or until something stops them, from wherever the loop is."""
+        while self.phase is not Phase.STEP or (self.position.epoch < self.task.epochs and not self.finished()):
             self._epoch()
         if self.reason and self.saver.saved != self.position.tick:
             self.save()
         if self.reason != PREEMPTED and self.validator.validated_at != self.position.tick:
             self.validate(last=True)  # the newest metrics are those of the final parameters
+        while not self.saver.settle():
+            self.save()
 
     def finished(self) -> bool:
         """Whether no further tick is wanted."""
@@ -157,21 +328,28 @@ class Loop:
         return bool(self.reason) or (most is not None and position.left is None and position.tick >= most)
 
     def _epoch(self) -> None:
-        position, epoch = self.position, self.position.epoch
-        self.replica.model.train()
-        if self.worker_callback is not None:
-            self.worker_callback.on_epoch_start(epoch)
-        complete = self.epochs.epoch()
-        if self.reason:
+        """One epoch, or what is left of it: each phase is gone through once, and repeated if its group ended within."""
+        position = self.position
+        if self.phase in (Phase.BETWEEN, Phase.STEP):
+            self.replica.model.train()
+            if self.worker_callback is not None and self.phase is Phase.STEP:
+                self.worker_callback.on_epoch_start(position.epoch)
+            complete = self.epochs.epoch()
+            self.phase = Phase.STOP if self.reason else Phase.CLOSE
+            self.ending = position.epoch
+            if complete and not self.reason:
+                self.epoch_ticks = position.epoch_tick
+                position.epoch, position.epoch_tick = position.epoch + 1, 0
+        if self.phase is Phase.STOP:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
             self.save()  # before that, so that a resumed run goes on as if never interrupted
             self._finish(last=True)
-            return
-        if complete:
-            position.epoch, position.epoch_tick = position.epoch + 1, 0
-        self._finish(last=position.epoch == self.task.epochs or self.finished())
-        self.stopped()  # where rounds are longer than an epoch, the stop arrives only now
-        self._end_epoch(epoch)
+        if self.phase is Phase.CLOSE:
+            self._finish(last=position.epoch == self.task.epochs or self.finished())
+            self.stopped()  # where rounds are longer than an epoch, the stop arrives only now
+            self.phase = Phase.VALIDATE
+        self._end_epoch()
+        self.phase = Phase.STEP
 
     def turn(self, part: Slice, tick: int, **values: Any) -> None:
         """One tick: gradient, exchange, gate, and the step's event with `values`, numbered by global batch."""
@@ -180,6 +358,11 @@ class Loop:
         replica.tick = self.position.local_steps
         replica.idle = part.rows == 0 and bool(part.global_rows)
         replica.control.stop = self.wants_stop()
+        replica.control.regroup = worker.interrupted or (self.rounds_at_server and worker.broken)
+        pushes = self._pushes()
+        if worker.elastic and self.lockstep:
+            self.under_way = part.global_rows or 0
+            self._buffers_before = {name: buffer.clone() for name, buffer in replica.model.named_buffers()}
         worker.group.step = replica.step
         worker.driver.progress("compute", replica.step)
         apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
@@ -192,32 +375,71 @@ class Loop:
         if self.staleness is not None:
             self.staleness.before(replica.parameters, replica.gradients)
         middle = clock()
+        turn = self._turn = _Turn(
+            part, tick, values, loss, weight, rate, replica.step, rounds, pushes, start, begun, middle, apply_s, wait_s
+        )
         worker.driver.progress("exchange", replica.step)
-        result = self.plan.strategy.exchange(replica, worker, self.state)
+        try:
+            result = self.plan.strategy.exchange(replica, worker, self.state)
+        except NotFinite as error:
+            raise nonfinite.named(error, replica, worker, part.batch) from error
+        except PeerLost:
+            if self.has_rounds and not self.rounds_at_server and replica.stepped:
+                self._end_turn(turn)  # alone, as ever between rounds: it is the round that is not complete
+            raise
+        self._end_turn(turn, result)
+
+    def _end_turn(self, turn: _Turn, result: StepResult | None = None) -> None:
+        """The tick's step is made. result: of the exchange; None: a lost worker ended it after the step."""
+        replica, worker, part = self.replica, self.worker, turn.part
+        self._turn = None
+        if result is None:
+            result, replica.rounds = StepResult(applied=replica.step > turn.steps), turn.rounds
         self.anybody = result.rows_left
         if self.staleness is not None:
-            self.staleness.after(replica.parameters, rate, result.applied)
+            self.staleness.after(replica.parameters, turn.rate, result.applied)
         self._pass_gate()
-        end = clock()
-        apply_s, wait_s = replica.apply_seconds - apply_s, self._waited_s() - wait_s
+        self._buffers_before, self.under_way = None, 0
+        end = worker.clock()
+        apply_s, wait_s = replica.apply_seconds - turn.apply_s, self._waited_s() - turn.wait_s
         unused = 0 if result.used else part.rows
         self._count(part, unused)
+        left_out = self.state.left_out() if worker.elastic else None
         self._record(
-            tick=tick,
-            loss=loss if part.rows else None,
-            weight=weight,
+            tick=turn.tick,
+            loss=turn.loss if part.rows else None,
+            weight=turn.weight,
             rows=part.rows,
             unused=unused,
             input_s=self.input_s,
-            compute_s=middle - begun + apply_s,
-            exchange_s=end - middle + begun - start - apply_s - wait_s,
+            compute_s=turn.middle - turn.begun + apply_s,
+            exchange_s=end - turn.middle + turn.begun - turn.start - apply_s - wait_s,
             wait_s=wait_s,
-            round=replica.rounds > rounds,
+            round=replica.rounds > turn.rounds,
             rate=self._rate(),
-            **values,
+            **({"global_rows": part.global_rows} if worker.elastic and part.global_rows is not None else {}),
+            **({} if left_out is None else {"left_out": left_out}),
+            **turn.values,
         )
-        if self.worker_callback is not None and self.worker_callback.on_step(loss if part.rows else None):
+        if self.worker_callback is not None and self.worker_callback.on_step(turn.loss if part.rows else None):
             self._called_off = True
+        if (self.worker.elastic and not self.lockstep) or left_out is not None:
+            self.flush()  # what is at the server, or what is not yet, is reported before this worker may be lost
+        if self.lockstep:
+            if self.rounds_at_server and self._pushes() > turn.pushes:
+                replica.completed += 1
+                replica.round_has_step = self.plan.strategy.push_has_step
+            if self.ledger is not None and self.ledger.round != replica.completed:
+                open_steps = self.plan.strategy.open_steps(self.state)
+                self.begin_round(self.position.epoch_tick + replica.round_has_step - open_steps)
+            self.position.tick += 1
+            self.position.epoch_tick += 1
+            first = self.position.epoch_tick if self.ledger is None else self.ledger.first
+            self.train_feed.keep_from(self.position.epoch, first)
+            self.phase = Phase.BETWEEN
+
+    def _pushes(self) -> int:
+        return 0 if self.worker.server is None else self.worker.server.pushes
 
     def _rate(self) -> float:
         return float(self.replica.optimizer.param_groups[0]["lr"])
@@ -237,9 +459,12 @@ class Loop:
             self.anybody = bool(bits & MORE)
 
     def _count(self, part: Slice, unused: int) -> None:
-        position = self.position
+        position, rows = self.position, part.rows
+        if self.worker.elastic and part.global_rows is not None:  # a worker that is lost takes no count with it
+            rows = part.global_rows if self.lockstep else 0  # else they are counted as all meet
+            unused = part.global_rows if unused and self.lockstep and not self.has_rounds else unused
         position.local_steps += 1
-        position.rows += part.rows
+        position.rows += rows
         position.unused += unused
         position.rounds = self.replica.rounds
 
@@ -274,6 +499,12 @@ class Loop:
         server = self.worker.server
         return self.worker.group.ledger.total_bytes + (0 if server is None else server.ledger.total_bytes)
 
+    def note_partial(self, slices: Sequence[Sequence[int]]) -> None:
+        """These are all slices so far, as `End.partial` has them, that only some shards of the server have."""
+        self.partial = [list(one) for one in slices]
+        rows = sum(self.train_feed.rows_of(epoch, [Place(*place)]) for epoch, *place in slices)
+        self.worker.emit("partial", tick=self.position.tick, step=self.replica.step, rows=rows)
+
     def add_wait(self, seconds: float) -> None:
         """That this worker waited for the others, after its last tick."""
         if self._pending is not None:
@@ -290,8 +521,12 @@ class Loop:
         if worker.server is not None:
             worker.server.activate()  # an asynchronous worker is inactive between segments
         self.plan.strategy.finish(replica, worker, self.state)
+        while worker.elastic and self.phase is Phase.CLOSE and self.epochs.take_back():
+            self.plan.strategy.finish(replica, worker, self.state)
         if worker.server is not None:
             worker.server.deactivate()
+            if self.rounds_at_server:
+                worker.group.barrier()  # the epoch's rounds are over when nobody was lost in them
             self._after_the_last_push(worker.server.ledger.total_bytes > pushed)
         elif answer is not None and not answer.equal(self._answer()):
             self.validator.validated_at = -1
@@ -301,6 +536,8 @@ class Loop:
             self._pending["wait_s"] += wait_s
             self._pending["round"] = self._pending["round"] or replica.rounds > rounds
         self.position.rounds = replica.rounds
+        if self.has_rounds:
+            self.begin_round()
         self.flush()
 
     def _judged_answer(self) -> FlatVector | None:
@@ -346,6 +583,21 @@ class Loop:
             self.agree_to_stop(self._own_reason)
         return bool(self.reason)
 
+    def regroup_if_agreed(self) -> None:
+        """Raise Regroup where this tick's exchange brought the wish to all: a member joins or leaves."""
+        if self.replica.control.received & REGROUP:
+            if self.has_rounds:
+                self.close_round()  # whoever leaves takes nothing with it
+            raise Regroup
+
+    def close_round(self) -> None:
+        """A collective: whatever was stepped on is in a round."""
+        self.plan.strategy.finish(self.replica, self.worker, self.state)
+        if self.worker.server is not None:
+            self.worker.server.deactivate()
+        self.position.rounds = self.replica.rounds
+        self.begin_round()
+
     def agree_to_stop(self, reason: str) -> None:
         """The reason of the lowest rank that has one; a collective, called once the stop has reached all workers."""
         self.reason = next((r for r in self.worker.group.all_gather_json(reason) if r), "stopped")
@@ -358,8 +610,11 @@ class Loop:
         self._check_due = self._check_due or (every_tick is not None and self.position.tick % every_tick == 0)
         if self._check_due:
             self._compare_replicas()
-        for every, action in ((self.plan.validate_every, self.validate), (self.plan.checkpoint_every, self.save)):
-            if isinstance(every, int) and self.position.tick % every == 0:
+        for every, action, done in (
+            (self.plan.validate_every, self.validate, self.validator.validated_at),
+            (self.plan.checkpoint_every, self.save, self.saver.saved),
+        ):
+            if isinstance(every, int) and self.position.tick % every == 0 and done != self.position.tick:
                 self.flush()
                 action()
         if self.position.tick % COLLECT_EVERY == 0:
@@ -378,20 +633,28 @@ class Loop:
             self.worker.driver.collect(self.worker.group)
             answer = self._ask("validation", metrics=metrics, best=best)
             if not last:
-                self.replica.step_on(metrics)
                 self._obey(answer)
+                self.replica.step_on(metrics)  # once, though a validation that a lost worker ended is made again
+        if self.validator.validation is not None:
+            self.validator.validated_at = self.position.tick
 
-    def _end_epoch(self, epoch: int) -> None:
-        if self.plan.validate_every == "epoch":
-            self.validate()
-        if self.worker_callback is not None:
-            metrics = self.validator.best.newest if self.validator.validated_at == self.position.tick else {}
-            with self.validator.showing(self.state):
-                ends = self.worker_callback.on_epoch_end(epoch, metrics)
-            self.reason = self.reason or ("callback" if ends else "")
-        self.worker.driver.collect(self.worker.group)
-        self._obey(self._ask("epoch", rows=self.position.rows))
-        if self.plan.checkpoint_every == "epoch" or self.position.epoch == self.task.epochs or self.finished():
+    def _end_epoch(self) -> None:
+        if self.phase is Phase.VALIDATE:
+            if self.plan.validate_every == "epoch":
+                self.validate()
+            self.phase = Phase.EPOCH
+        if self.phase is Phase.EPOCH:
+            if self.worker_callback is not None:
+                metrics = self.validator.best.newest if self.validator.validated_at == self.position.tick else {}
+                with self.validator.showing(self.state):
+                    ends = self.worker_callback.on_epoch_end(self.ending, metrics)
+                self.reason = self.reason or ("callback" if ends else "")
+            self.worker.driver.collect(self.worker.group)
+            self._obey(self._ask("epoch", rows=self.position.rows))
+            self.phase = Phase.SAVE
+        if self.phase is Phase.SAVE and (
+            self.plan.checkpoint_every == "epoch" or self.position.epoch == self.task.epochs or self.finished()
+        ):
             self.save()  # after callbacks saw the epoch's end: what they remember is saved, too
 
     def _ask(self, type: str, **values: Any) -> str:
@@ -410,9 +673,10 @@ class Loop:
 
     # -- what must be alike ------------------------------------------------------------------------------------------
 
-    def _program_facts(self, model: torch.nn.Module) -> fingerprint.Facts:
+    @cached_property
+    def program_facts(self) -> fingerprint.Facts:
         """What this worker is about to train, before anything is shared."""
-        task, feed = self.task, self.train_feed
+        task, feed, model = self.task, self.train_feed, self.replica.model
         used = (
             task.loss,
             task.optimizer,
@@ -436,7 +700,7 @@ class Loop:
             **fingerprint.of_rows(feed.source, "train_data", task.seed),
         }
 
-    def _compare_settings(self) -> None:
+    def compare_settings(self) -> None:
         """A collective: optimizer and schedule, as resumed where that is so, and the rows that are not trained on.
 
         Where workers step alone for a while, each may have a rate of its own: that is a warning.
@@ -456,6 +720,7 @@ class Loop:
     def _compare_replicas(self) -> None:
         """A collective: raise where replicas have drifted apart that the strategy keeps equal."""
         if self.worker.size == 1:
+            self._check_due = False  # as with those who may join
             return
         agreed = self.plan.strategy.agreed(self.replica, self.state)
         if agreed is not None:
@@ -467,6 +732,8 @@ class Loop:
 
     def _facts(self) -> dict[str, Any]:
         groups, size, replicas = self.replica.optimizer.param_groups, self.worker.size, self.worker.mesh.rows[1]
+        if self.worker.elastic:
+            size = replicas = self._workers
         rate, loading = float(groups[0]["lr"]), self.train_feed.source.loading
         return {
             "rows": self.train_feed.rows,
@@ -505,7 +772,7 @@ class Loop:
             f"{option}={period:,} of strategy {strategy.name} is more than the {units.count(total, 'step')} of this training: workers exchange at its end only"
         ]
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         self.facts = self._facts()
         if self.worker.rank == 0:  # asked, not emitted: in the log it must stand before everybody's first step
             left: dict[str, Any] = {"left": [self.position.epoch, self.position.left]} if self.position.left else {}
@@ -516,6 +783,21 @@ class Loop:
             )
             for message in [*self.saver.warnings, *self._never_due()]:
                 self.worker.emit("warning", tick=self.position.tick, step=self.position.tick, message=message)
+        self.worker.group.barrier()
+        if self.worker.elastic and self.worker.size != self._workers:
+            self.announce_membership(0)
+        if self.worker_callback is not None:
+            self.worker_callback.on_start(self.facts)
+
+    def announce_membership(self, repeated: int) -> None:
+        """Who trains from here on; as `announce`, before the first step of these members, and after all that they have
+        reported until here. repeated: rows that were trained on in vain."""
+        if self.worker.rank:
+            self.worker.ask("sync", first=False)
+        self.worker.group.barrier()
+        if self.worker.rank == 0:
+            tick = self.position.tick
+            self.worker.ask("membership", tick=tick, step=tick, workers=self.worker.size, repeated=repeated)
         self.worker.group.barrier()
 
     def _kept(self) -> dict[str, Any]:
@@ -534,6 +816,8 @@ class Loop:
         worker.driver.collect(worker.group)
         ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
         own = {"rows": self.position.rows, "unused": self.position.unused, "ledger": ledger}
+        if worker.elastic and worker.rank:  # each has counted everybody's
+            own |= {"rows": 0, "unused": 0 if self.lockstep and not self.has_rounds else own["unused"]}
         if not worker.shares_process:
             own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(
@@ -549,6 +833,15 @@ class Loop:
             facts=self.facts | self._kept(),
             callback_result=callback_result,
         )
+
+
+def own_pace_on_a_stream(strategy: str) -> str:
+    """Why such a run cannot go on without a worker that is lost."""
+    return (
+        f"survive: the workers of strategy {strategy} go at their own pace, and of a stream each reads rows of its own, which "
+        "nobody could train in its place: give a Dataset or arrays, use a strategy in step (allreduce, local-sgd), or give "
+        'max_restarts alone (survive="max_restarts=3")'
+    )
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.checkpoint.part_writer import PartWriter, WrittenPart
 from manyhands.data.feed import Feed
 from manyhands.errors import BadInput
+from manyhands.events import Event
 from manyhands.replica.replica import Replica
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import State
@@ -34,7 +37,8 @@ class Saver:
     warnings: list[str] = field(default_factory=list)  # of resuming
 
     def __post_init__(self) -> None:
-        self._declared = run_state.declared(self.replica)
+        self.declared = run_state.declared(self.replica)
+        self._writer = PartWriter(at_once=self.worker.shares_process)
 
     def save(self, position: TrainingPosition, state: State) -> None:
         """A collective; nothing where no checkpoints are wanted."""
@@ -45,15 +49,17 @@ class Saver:
                 f"{type(state).__name__}.{late[0]} of strategy {self.plan.strategy.name} became a tensor after start(), so no run could resume from a "
                 "checkpoint with it: make it in start() (replica.zeros(), or zeros of its shape)"
             )
-        self.saved = position.tick
         self.worker.driver.progress("checkpoint", self.replica.step)
         start = self.worker.clock()
+        self._writer.wait()  # one at a time: a second one would need memory of its own
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
         where = {**vars(position), **facts}
+        if self.worker.elastic and self.worker.rank:
+            where |= {"rows": 0, "unused": 0}  # each has counted everybody's, and a checkpoint's ranks are summed up
         equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
         counted = not equal or self.worker.mesh.data.rank == 0
-        tensors, values = run_state.capture(self.replica, state, where, self._declared, counted)
+        tensors, values = run_state.capture(self.replica, state, where, self.declared, counted)
         kept, values["keep"] = self.best.capture(self.replica) if self._keeps_best() else ({}, None)
         shared: run_state.Tensors = {}
         server = self.worker.server
@@ -61,33 +67,81 @@ class Saver:
             self.worker.group.barrier()  # all have pushed what they push
             if self.worker.rank == 0:
                 shared, values["server"] = run_state.capture_server(server, self.replica)
-        values["callbacks"] = self._sync_events()
+        tensors |= kept | shared
+        if self.worker.elastic:
+            self._save_beside_training(position.tick, tensors, values, start)
+        else:
+            self._save_now(position.tick, tensors, values, start)
+        self.saved = position.tick  # now: one that a lost worker ended is made again
+
+    def _save_now(self, tick: int, tensors: run_state.Tensors, values: dict[str, Any], start: float) -> None:
+        """All of it is on the disk when this returns."""
+        assert self.plan.checkpoints is not None
+        values["callbacks"] = self._sync_events().get("callbacks", [])
         path = checkpoints.save(
             self.plan.checkpoints,
-            position.tick,
+            tick,
             self.worker.group,
-            {**tensors, **kept, **shared},
+            tensors,
             values,
             claim=self.plan.claim,
             warn=self._warn,
         )
         if self.worker.rank == 0:
             seconds = self.worker.clock() - start
-            self.worker.emit("checkpoint", tick=position.tick, step=position.tick, path=str(path), seconds=seconds)
+            self.worker.emit("checkpoint", tick=tick, step=tick, path=str(path), seconds=seconds)
 
-    def _sync_events(self) -> list[Any]:
-        """A collective: all events that the checkpoint counts are on disk before its manifest. The states of the
-        driver's callbacks, which have seen them, on rank 0.
+    def _save_beside_training(
+        self, tick: int, tensors: run_state.Tensors, values: dict[str, Any], start: float
+    ) -> None:
+        """A copy is all that this waits for; each rank reports its part to the driver once it is written."""
+        worker = self.worker
+        assert self.plan.checkpoints is not None
+        answer = self._sync_events(tick=tick, members=list(worker.members))
+        values["callbacks"] = answer.get("callbacks", [])
+        token = worker.group.all_gather_json(answer.get("token", ""))[0]
+        if not token:
+            return  # the driver could not make the folder, and has said so
+        self._writer.copy(tensors)
+        partial = checkpoints.partial_of(self.plan.checkpoints, tick, token)
+        where = {"generation": worker.generation, "rank": worker.worker_id, "tick": tick, "step": tick}
+        stall_s: float | None = None
+
+        def report(part: WrittenPart) -> None:  # in the thread, when the worker may be in another generation
+            now = worker.clock()
+            took = {"seconds": now - start, "stall_s": now - start if stall_s is None else stall_s}
+            worker.driver.emit(Event(type="part", time_s=now, **where, values=part.as_dict() | took))
+
+        self._writer.start(partial, worker.group, json.dumps(values).encode(), report)
+        stall_s = worker.clock() - start
+
+    def settle(self) -> bool:
+        """A collective at the run's end: wait until the newest checkpoint is written. False: it was dropped, because a
+        worker was lost, and is to be saved again. Where that failed, the driver ends the run."""
+        if not self.worker.elastic or self.saved < 0 or self.plan.checkpoints is None:
+            return True
+        self.worker.driver.progress("checkpoint", self.replica.step)
+        self._writer.wait()
+        answer = self._sync_events(tick=self.saved, settle=self.saved)
+        return bool(self.worker.group.all_gather_json(answer.get("whole", False))[0])
+
+    def wait(self) -> None:
+        """Until this worker's part is written and reported: it leaves."""
+        self._writer.wait()
+
+    def _sync_events(self, **values: Any) -> dict[str, Any]:
+        """A collective: the driver has all events that the checkpoint counts, and on disk before its manifest. Its answer
+        to `values`, with the states of its callbacks, which have seen them, on rank 0; {} on others.
         """
         worker = self.worker
         worker.driver.collect(worker.group)
+        who = {"first": worker.rank == 0} if worker.elastic else {}  # events name a worker by its id
         if worker.rank:
-            worker.ask("sync")
+            worker.ask("sync", **who)
         worker.group.barrier()
         if worker.rank:
-            return []
-        answer = worker.ask("sync")  # the driver has by then what all ranks have sent
-        return list(answer.get("callbacks", []))
+            return {}
+        return worker.ask("sync", **who, **values)  # the driver has by then what all ranks have sent
 
     def _warn(self, message: str) -> None:
         self.worker.emit("warning", step=self.replica.step, message=message)
@@ -125,10 +179,13 @@ class Saver:
             )  # they were passed over: they are damaged
         if rank == 0 and self.worker.server is not None:
             run_state.restore_server(saved, self.worker.server, self.replica)
-        if saved.ranks != size:  # what was counted by ranks that are no more stands with rank 0
+        if saved.ranks != size or self.worker.elastic:  # what was counted by ranks that are no more stands with rank 0
             positions = [saved.values(r)["position"] for r in range(saved.ranks)] if rank == 0 else []
-            for count in ("rows", "unused"):
-                setattr(position, count, sum(p[count] for p in positions))
+            counts = {count: sum(p[count] for p in positions) for count in ("rows", "unused")}
+            if self.worker.elastic:  # … or with each, who may be the one that is left
+                counts = self.worker.group.all_gather_json(counts)[0]
+            for count, total in counts.items():
+                setattr(position, count, total)
         self.replica.rounds, self.replica.tick = position.rounds, max(0, position.tick - 1)
         source = rank if self._keeps_best() else 0
         kept = saved.tensors(source) if self.plan.keep.metric else {}

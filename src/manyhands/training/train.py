@@ -24,7 +24,11 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.open_source import Once, is_function
 from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import shared
-from manyhands.errors import BadInput, CallbackFailed, Preempted
+from manyhands.engines.driver import supervisor
+from manyhands.engines.driver.restarts import Restarts
+from manyhands.engines.driver.run_monitor import line_of
+from manyhands.engines.survive import Survive
+from manyhands.errors import BadInput, CallbackFailed, ManyhandsError, Preempted, WorkerFailed
 from manyhands.events import Event
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.recording.recorder import Recorder
@@ -62,6 +66,7 @@ def train(
     nonfinite: str = "raise",
     max_seconds: float | None = None,
     timeout_s: float = 300.0,
+    survive: str | Survive | None = None,
     **task_fields: Any,
 ) -> Run:
     """Train a task on workers and return what came of it.
@@ -85,7 +90,8 @@ def train(
     keep: "last", or "best:METRIC" (see `training.best_model.BestModelPolicy`).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     max_seconds: stop all workers at the same step after so long.
-    timeout_s: a worker without any progress for so long ends the run.
+    timeout_s: a worker without any progress for so long ends the run, or counts as lost where it survives that.
+    survive: which losses of workers the run survives: "max_losses=3", or a Survive. Without it a lost worker ends it.
     task_fields: any field of Task, overriding the task's.
 
     Raises BadInput (and its kinds) for what cannot be, before any process starts where that can be known, and leaves no
@@ -100,6 +106,7 @@ def train(
         engine=engines.engine_of(engine),
         workers=workers,
         directory=None if run_dir is None else path_of(run_dir),
+        survive=Survive.of(survive),
     )
     if config.strategy.server() is None and servers != 1:
         LOG.warning("servers=%s has no effect: strategy %s has no parameter server", servers, config.strategy.name)
@@ -126,9 +133,12 @@ def train(
         device=device,
         timeout_s=timeout_s,
         frames=_frames(config.task),
+        survive=None if config.survive is None or config.survive.restarts_only else config.survive,
+        restarts=config.survive is not None and config.survive.max_restarts > 0 and not config.spmd,
         rejoins=False,
     )
     config.engine.check(launch)
+    resume = resume or config.started_again
     with open_directory(config, resume) as opened:
         if opened.finished is not None and not config.spmd:
             LOG.warning("the run in %s is finished: its result is returned, and nothing is trained", config.directory)
@@ -198,13 +208,17 @@ class _Training:
         opened: Opened,
     ) -> None:
         self.config, self.launch, self.refusal = config, launch, opened.refusal
+        self.lock = opened.lock
+        self.restarts = Restarts(0 if config.survive is None else config.survive.max_restarts)
         self.signals = ExitStack()
         self.recorder = Recorder(
             workers=launch.workers,
             directory=config.directory,
+            checkpoints=plan.checkpoints,
             callbacks=callbacks,
             simulated=config.engine.capabilities.simulated,
             rank=config.engine.own_rank() if config.spmd else None,
+            restarts=launch.restarts,
         )
         self.recorder.claim = opened.claim
         for message in opened.warnings:
@@ -212,6 +226,8 @@ class _Training:
         if config.engine.capabilities.simulated:
             plan = replace(plan, task=_read_once(plan.task))
         self.plan = replace(plan, resume_from=self._newest(plan.checkpoints) if resume else None)
+        if config.owns_run_dir and (launch.restarts or config.started_again):
+            self._after_another_process()
 
     def _newest(self, folder: AnyPath | None) -> checkpoints.Checkpoint | None:
         assert folder is not None
@@ -222,15 +238,41 @@ class _Training:
             )
             LOG.warning("resume: the run in %s %s", self.config.directory, "has " * (found is None) + start)
         if found is not None:
-            positions = [found.values(rank)["position"] for rank in range(found.ranks)]
-            position, rows = positions[0], sum(one["rows"] for one in positions)
-            left = (position["epoch"], position["left"]) if position.get("left") else None
-            states = [(name, state) for name, state in found.values(0).get("callbacks", [])]
-            self.recorder.preload(found.tick, left, rows, states)
-            same = found.ranks == self.launch.workers and not self.config.engine.capabilities.spmd
-            if same and self.launch.threads_per_worker is None:
-                self.launch = replace(self.launch, threads_per_worker=position["threads"])
+            self._go_on_from(found)
         return found
+
+    def _after_another_process(self) -> None:
+        """Where a supervisor, torchrun or `manyhands run` has started the run again: that counts, and may be once too
+        often."""
+        assert self.config.directory is not None
+        link = supervisor.link()
+        why, self.restarts.made[:] = link.take_restarts()
+        if not why and not self.config.started_again:
+            return
+        self.recorder.take_over(self.config.directory)
+        if self.config.started_again:
+            why = "the workers were started again"
+            self.restarts.made[:] = [one["step"] for one in self.recorder.restarts]
+        step = 0 if self.plan.resume_from is None else self.plan.resume_from.tick
+        if refusal := self.restarts.refusal(step):
+            raise ManyhandsError(f"{refusal}. {why}")
+        link.report(made=self.restarts.made)
+        self.recorder.restarted(
+            {"message": f"{why}: {self.restarts.text()}", "worker_id": None, "cause": "driver"}, step
+        )
+        if self.launch.survive is not None:
+            self.launch = replace(self.launch, survive=replace(self.launch.survive, max_restarts=self.restarts.left))
+
+    def _go_on_from(self, found: checkpoints.Checkpoint) -> None:
+        """What the recorder and the launch take over of a checkpoint."""
+        positions = [found.values(rank)["position"] for rank in range(found.ranks)]
+        position, rows = positions[0], sum(one["rows"] for one in positions)
+        left = (position["epoch"], position["left"]) if position.get("left") else None
+        states = [(name, state) for name, state in found.values(0).get("callbacks", [])]
+        self.recorder.preload(found.tick, left, rows, states)
+        same = found.ranks == self.launch.workers and not self.config.engine.capabilities.spmd
+        if same and self.launch.threads_per_worker is None:
+            self.launch = replace(self.launch, threads_per_worker=position["threads"])
 
     def run(self) -> Run:
         start = time.monotonic()
@@ -290,13 +332,60 @@ class _Training:
         return None
 
     def _launched(self) -> Outcome | None:
-        launch, engine = replace(self.launch, observer=self.recorder), self.config.engine
-        with rng.kept():
+        with rng.kept(), ExitStack() as stack:
+            if self.launch.restarts:
+                stack.callback(self.config.engine.finish_run)
             if self.config.spmd:
-                return next((one for one in engine.launch(self._together, launch) if one is not None), None)
+                launch = replace(self.launch, observer=self.recorder)
+                together = self.config.engine.launch(self._together, launch)
+                return next((one for one in together if one is not None), None)
             self._obey_sigterm()
-            first, *_ = engine.launch(partial(work_as_dict, self.plan), launch)
+            first, *_ = self._until_it_is_through()
         return None if first is None else Outcome(**first)
+
+    def _until_it_is_through(self) -> list[dict[str, Any] | None]:
+        """One launch after the other, each from the newest checkpoint, while the run may start again."""
+        began, asked_s = time.monotonic(), self.plan.max_seconds
+        while True:
+            launch = replace(self.launch, observer=self.recorder, fired=self.recorder.faults)
+            try:
+                return self.config.engine.launch(partial(work_as_dict, self.plan), launch)
+            except WorkerFailed as error:
+                if not launch.restarts or error.final or self.recorder.asked_to_stop:
+                    raise
+                self._start_again(error)
+            if asked_s is not None and not self.config.engine.capabilities.simulated:
+                left_s = asked_s - (time.monotonic() - began)
+                self.plan = replace(self.plan, max_seconds=max(0.001, left_s))
+
+    def _start_again(self, failed: WorkerFailed) -> None:
+        """Prepare the next launch; raises the error where there is none."""
+        assert self.plan.checkpoints is not None
+        assert self.plan.claim is not None
+        assert self.lock is not None
+        found = checkpoints.newest(self.plan.checkpoints, self.recorder.warn)
+        step = 0 if found is None else found.tick
+        if refusal := self.restarts.refusal(step, (failed.error, line_of(failed.detail)) if failed.error else None):
+            message, *rest = failed.args
+            failed.args = (f"{refusal}. {message}", *rest)
+            raise failed
+        values = {
+            "message": f"{str(failed).partition(chr(10))[0]}: {self.restarts.text()}",
+            "worker_id": failed.rank if failed.rank >= 0 else None,
+            "host": failed.host,
+            "cause": failed.cause,
+        }
+        supervisor.link().report(made=self.restarts.made)
+        survive, generation = self.launch.survive, 0
+        if survive is not None:
+            survive, generation = replace(survive, max_restarts=self.restarts.left), self.recorder.generation + 1
+        self.launch = replace(self.launch, survive=survive, generation=generation)
+        self.recorder.start_again(values, step, generation)
+        claim = self.lock.claim(self.plan.claim.number + 1)  # what the launch before still writes is refused
+        self.recorder.claim = claim
+        if found is not None:
+            self._go_on_from(found)
+        self.plan = replace(self.plan, claim=claim, resume_from=found)
 
     def _obey_sigterm(self) -> None:
         """Until the run is over."""

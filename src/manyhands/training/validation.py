@@ -34,7 +34,7 @@ class Validator:
     replica: Replica
     validation: Feed | None
     test: Feed | None
-    validated_at: int = -1  # the tick of the newest validation
+    validated_at: int = -1  # the tick of the newest validation of which all know the driver's answer
     best: BestModel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,12 +52,13 @@ class Validator:
         """Validation metrics of the consensus as it is now, offered to `best`; ({}, False) without validation data."""
         if self.validation is None:
             return {}, False
-        self.validated_at = position.tick
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
         at = {"epoch": position.epoch, "step": position.tick}
-        return metrics, self.best.offer(metrics, consensus, buffers, at)
+        best = self.best.offer(metrics, consensus, buffers, at)
+        # the same again, where a lost worker ended it before the driver had heard of it
+        return metrics, best or (self.worker.elastic and self.best.at == at)
 
     @contextmanager
     def showing(self, state: StrategyState) -> Iterator[None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from manyhands.errors import Unsupported
+from manyhands.errors import PeerLost, Unsupported
 from manyhands.training.epochs import AsyncEpochs, LockstepEpochs
-from manyhands.training.loop import Loop
+from manyhands.training.joining import join
+from manyhands.training.loop import Loop, Regroup
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.worker import Worker
 
@@ -18,7 +19,7 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     None on ranks that nobody asks (all but the first, unless every rank is a driver of its own), and where rank 0 found
     the run finished.
     """
-    if worker.generation:
+    if worker.generation and not worker.elastic:
         raise Unsupported(
             f"worker {worker.rank} was restarted, and a restarted worker cannot join a running training: use kill or "
             "pause in faults"
@@ -30,11 +31,43 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
         return None
     loop = make_loop(plan, worker)
     try:
-        loop.run()
-        outcome = loop.outcome()
+        if worker.elastic:
+            return _survive(loop)
+        outcome = _train(loop)
         return outcome if worker.rank == 0 or plan.every_rank_returns else None
     finally:
+        loop.train_feed.close()
         loop.replica.detach()
+
+
+def _train(loop: Loop) -> Outcome:
+    join(loop)
+    loop.run()
+    return loop.outcome()
+
+
+def _survive(loop: Loop) -> Outcome | None:
+    """Train in one generation after the other, until the driver has the result.
+
+    The first member of the last generation delivers it. The others wait: should the first be lost before, the next
+    generation begins with them, and its first member delivers.
+    """
+    worker, lost = loop.worker, None
+    while worker.join(loop.blank, lost):
+        lost = None
+        try:
+            outcome = _train(loop)
+            if worker.rank == 0:
+                return outcome
+        except PeerLost as error:
+            lost = error.rank
+        except Regroup:
+            pass
+        if worker.server is not None:
+            worker.server.deactivate()  # nobody waits at the gate for one who waits for the next generation
+        loop.flush()  # what is committed is reported before the next generation begins
+    loop.saver.wait()
+    return None
 
 
 def work_as_dict(plan: WorkerPlan, worker: Worker) -> dict[str, Any] | None:

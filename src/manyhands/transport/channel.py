@@ -57,6 +57,11 @@ class Channel:
         self._announced: Frame | None = None  # the frame whose tensor is on its way
         self._following = 0  # bytes of it that are still to be read
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Another timeout, for every wait that begins from now on."""
+        self.timeout_s = timeout_s
+        self._wire.set_timeout(timeout_s)
+
     # -- frames ------------------------------------------------------------------------------------------------------
 
     def send(self, frame: Frame, tensor: Tensor | memoryview | None = None) -> None:

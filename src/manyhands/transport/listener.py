@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from manyhands.errors import BadInput
@@ -40,6 +41,8 @@ HELLO_S = 10.0  # a peer has so long from its connection to the end of its hello
 _FAREWELL_S = 2.0  # and one that was refused so long to read the reason
 _MOST_PENDING = 128  # connections without a hello so far
 _PAUSE_S = 0.05
+CHECK_S = 0.25
+"""How often those who wait for a connection look whether they still want it."""
 
 
 class PendingConnection:
@@ -228,12 +231,14 @@ def connect(
     token: bytes | None = None,
     generation: int = 0,
     timeout_s: float = 300.0,
+    check: Callable[[], None] = lambda: None,
 ) -> Channel:
     """The connecting side: a channel once the other side has accepted.
 
     hello: JSON, at most MAX_HELLO_BYTES. credentials, token: as the listener's.
     Tries again while nobody listens yet, until timeout_s (ChannelTimeout). ChannelClosed with the other side's reason
-    when it refuses.
+    when it refuses. check: called about four times a second once the other side has taken the connection, and between
+    tries; raises what ends the wait before.
     """
     proof, blob = Proof(credentials, token), to_json(hello)
     if len(blob) > MAX_HELLO_BYTES:
@@ -247,7 +252,7 @@ def connect(
                 if sock.getsockname() == sock.getpeername():
                     raise ConnectionRefusedError("the connection reached itself: nobody listens there")
                 sock = wrapped(sock, context, listening=False)
-                _drive(speak_to(sock, proof, generation, blob), sock, deadline)
+                _drive(speak_to(sock, proof, generation, blob), sock, deadline, check)
                 return Channel(sock, peer=peer, timeout_s=timeout_s, generation=generation)
             except BaseException:
                 sock.close()
@@ -265,16 +270,19 @@ def connect(
                     f"no answer from {where} within {timeout_s:g} s. The last try failed: "
                     f"{str(error) or type(error).__name__}. Is it started, and can its port be reached from here?"
                 ) from error
+        check()
         time.sleep(pause_s)
         pause_s = min(1.0, 1.5 * pause_s)
 
 
-def _drive(steps: Steps[None], sock: socket.socket, deadline: float) -> None:
+def _drive(steps: Steps[None], sock: socket.socket, deadline: float, check: Callable[[], None] = lambda: None) -> None:
     poll = select.poll()
     for events in steps:
         poll.register(sock, events)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise TimeoutError("it took the connection but did not answer")
+        while not poll.poll(min(CHECK_S, max(0.0, deadline - time.monotonic())) * 1e3):
+            check()
+            if time.monotonic() >= deadline:
+                raise TimeoutError("it took the connection but did not answer")
 
 
 LOG = logging.getLogger("manyhands")

@@ -69,7 +69,12 @@ class Wire(ABC):
     """One connected stream socket. One thread may send while another receives; `shut` wakes both."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        self._sock, self._timeout_s = sock, timeout_s
+        self._sock = sock
+        self.set_timeout(timeout_s)
+
+    @abstractmethod
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a wait that begins from now on may last without a byte moving."""
 
     @abstractmethod
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
@@ -96,12 +101,15 @@ class PlainWire(Wire):
     """A Unix or TCP socket."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        super().__init__(sock, timeout_s)
         sock.settimeout(None)
+        super().__init__(sock, timeout_s)
+
+    @override
+    def set_timeout(self, timeout_s: float) -> None:
         whole = int(timeout_s)
         limit = struct.pack("ll", whole, max(int((timeout_s - whole) * 1e6), 0 if whole else 1))  # zeros: for ever
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @override
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
@@ -143,6 +151,10 @@ class TlsWire(Wire):
         super().__init__(sock, timeout_s)
         self._tls, self._lock, self._shut = sock, threading.Lock(), False
         sock.settimeout(0)
+
+    @override
+    def set_timeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     @override
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 
 import pytest
@@ -247,6 +248,23 @@ def test_a_wait_can_be_interrupted_from_another_thread(make):
         links.check()
 
 
+@pytest.mark.parametrize("awaited", [1, 3])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_peer_whose_end_does_not_show_is_lost_by_what_another_thread_says(make, awaited, before):
+    """Not the peer that is awaited, whose link was shut to wake this worker."""
+    links, _ = make(timeout_s=20)
+    telling = threading.Timer(0.0 if before else 0.2, links.lose, [30, "host-3"])
+    telling.start()
+    if before:
+        telling.join()
+    with pytest.raises(PeerLost, match="worker 30 on host-3 is lost, the driver says") as lost:
+        links.header(awaited)
+    assert lost.value.rank == 30
+    with pytest.raises(PeerLost, match="worker 30 on host-3"):
+        links.check()
+    telling.join()
+
+
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +340,25 @@ def test_a_rank_that_does_not_come_is_named():
 
     in_threads(2, one)
     assert time.monotonic() - start < 10
+    for listener in listeners:
+        listener.close()
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(0, True), (1, True), (1, False)])
+def test_a_check_ends_the_wait_for_one_that_will_not_come(rank, taken):
+    """Of the one that listens, and of the one that knocks where nobody answers, or nobody is."""
+    listeners = _listeners(2, credentials=None, token=TOKEN)
+    addresses, start = [listener.address for listener in listeners], time.monotonic()
+    if not taken:
+        listeners[0].close()
+
+    def check():
+        if time.monotonic() > start + 0.3:
+            raise KeyError("it is over")
+
+    with pytest.raises(KeyError, match="it is over"):
+        connect_all(rank, listeners[rank], addresses, credentials=None, token=TOKEN, timeout_s=30, check=check)
+    assert time.monotonic() - start < 5
     for listener in listeners:
         listener.close()
 

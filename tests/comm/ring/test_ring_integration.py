@@ -35,7 +35,7 @@ def on_ring(size, program, *, deadline_s=60, **options):
         close(sockets)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance(size):
     assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
@@ -100,7 +100,7 @@ def _large(group):
     return True
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_large_tensors_on_the_ring(size):
     assert values(on_ring(size, _large, timeout_s=30)) == [True] * size
 
@@ -139,6 +139,7 @@ def test_a_killed_peer_is_named_at_once(size, elements):
     expect_killed(on_ring(size, killed(1, elements), timeout_s=30), 1)
 
 
+@pytest.mark.slow
 def test_a_silent_peer_is_lost_after_the_deadline():
     first, _, third = values(on_ring(3, silent(2.0), timeout_s=0.6))
     for error, seconds in (first, third):

@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, PeerLost, Unsupported
 from manyhands.testing.group_suite import GROUP_SUITE, vector, vectors
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance(size):
     assert values(on_shared_memory(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
@@ -37,6 +37,7 @@ def _many(group):
     return True
 
 
+@pytest.mark.slow
 def test_thousands_of_small_operations_of_random_sizes():
     assert values(on_shared_memory(4, _many, timeout_s=30)) == [True] * 4
 

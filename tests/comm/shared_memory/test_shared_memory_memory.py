@@ -1,4 +1,4 @@
-"""Memory in memfds: offsets, addresses, and what is left when it is closed."""
+"""An arena: offsets, addresses, and what is left when it is closed."""
 
 import gc
 import os
@@ -7,61 +7,51 @@ import resource
 import pytest
 import torch
 
-from manyhands.comm.shared_memory.memory import Arena, SharedMemory
+from manyhands.comm.shared_memory.memory import Arena, create_arena
 from manyhands.errors import BadInput, ManyhandsError
 
 
 @pytest.fixture
-def memory():
-    fds = SharedMemory.create(2)
-    yield fds
-    for fd in fds:
-        os.close(fd)
+def fd():
+    made = create_arena(2)
+    yield made
+    os.close(made)
 
 
-def test_two_arenas_of_one_memory_see_the_same(memory):
-    first, second = Arena(0, memory), Arena(1, memory)
-    offset = first.reserve(400)
-    first.view(0, offset, 100, torch.float32).fill_(7)
-    assert second.view(0, offset, 100, torch.float32).tolist() == [7.0] * 100
-    assert not second.view(1, offset, 100, torch.float32).any()
-    first.close()
-    second.close()
+def test_memory_is_sparse(fd):
+    assert os.fstat(fd).st_size >= 1 << 26
+    assert os.fstat(fd).st_blocks == 0
 
 
-def test_memory_is_sparse(memory):
-    assert os.fstat(memory[0]).st_size >= 1 << 26
-    assert os.fstat(memory[0]).st_blocks == 0
-
-
-def test_reserved_ranges_are_aligned_and_apart(memory):
-    arena = Arena(0, memory)
-    offsets = [arena.reserve(nbytes) for nbytes in (1, 4096, 4097, 0, 8)]
-    assert offsets == [0, 4096, 8192, 16384, 16384]
+def test_tensors_are_zeros_on_pages_of_their_own(fd):
+    arena = Arena(fd)
+    tensors = [arena.allocate(n, torch.uint8) for n in (1, 4096, 4097, 8)]
+    assert [arena.locate(tensor) for tensor in tensors] == [0, 4096, 8192, 16384]
+    assert not any(tensor.any() for tensor in tensors)
+    assert arena.allocate(0, torch.float32).shape == (0,)
     arena.close()
 
 
-def test_locate_finds_only_what_was_reserved(memory):
-    arena = Arena(0, memory)
-    offset = arena.reserve(800)
-    tensor = arena.view(0, offset, 100, torch.float64)
-    assert arena.locate(tensor) == offset
-    assert arena.locate(tensor[10:]) == offset + 80
+def test_locate_finds_only_what_was_allocated(fd):
+    arena, other = Arena(fd), Arena(fd)
+    first, tensor = arena.allocate(800, torch.float64), arena.allocate(100, torch.float64)
+    assert (arena.locate(first), arena.locate(tensor), arena.locate(tensor[10:])) == (0, 8192, 8272)
     assert arena.locate(torch.zeros(100)) == -1
-    assert arena.locate(arena.view(1, offset, 100, torch.float64)) == -1
+    assert other.locate(tensor) == -1
     arena.close()
+    other.close()
 
 
-def test_more_than_there_is_is_bad_input(memory):
-    arena = Arena(0, memory)
+def test_more_than_there_is_is_bad_input(fd):
+    arena = Arena(fd)
     with pytest.raises(BadInput, match="are free"):
-        arena.reserve(arena.length + 1)
+        arena.allocate(arena.length + 1, torch.uint8)
     arena.close()
 
 
-def test_tensors_outlive_the_arena_and_take_the_memory_with_them(memory):
-    arena = Arena(0, memory)
-    tensor = arena.view(0, arena.reserve(4000), 1000, torch.float32)
+def test_tensors_outlive_the_arena_and_take_the_memory_with_them(fd):
+    arena = Arena(fd)
+    tensor = arena.allocate(1000, torch.float32)
     tensor.fill_(3)
     arena.close()
     arena.close()
@@ -77,12 +67,11 @@ def test_a_limit_on_file_sizes_gives_less_memory():
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, old[1]))
     try:
-        fds = SharedMemory.create(2)
+        fd = create_arena(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert {os.fstat(fd).st_size for fd in fds} == {1 << 30}
-    for fd in fds:
-        os.close(fd)
+    assert os.fstat(fd).st_size == 1 << 30
+    os.close(fd)
 
 
 def test_too_small_a_limit_is_an_error_that_leaves_nothing():
@@ -91,17 +80,16 @@ def test_too_small_a_limit_is_an_error_that_leaves_nothing():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
     try:
         with pytest.raises(ManyhandsError, match="ulimit -f"):
-            SharedMemory.create(2)
+            create_arena(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_many_workers_still_fit_into_the_addresses():
-    fds = SharedMemory.create(256)
-    assert os.fstat(fds[0]).st_size * 256 <= 1 << 45
-    for fd in fds:
-        os.close(fd)
+    fd = create_arena(256)
+    assert os.fstat(fd).st_size * 256 <= 1 << 45
+    os.close(fd)
 
 
 def _mappings():
@@ -112,24 +100,24 @@ def _mappings():
 # -- giving back -----------------------------------------------------------------------------------------------------
 
 
-def test_what_nobody_holds_goes_back_to_the_system(memory):
+def test_what_nobody_holds_goes_back_to_the_system(fd):
     """Pages and all; a view, or a parameter that is one, keeps it."""
-    arena = Arena(0, memory)
+    arena = Arena(fd)
     kept, tensor = arena.allocate(10, torch.float32), arena.allocate(1 << 18, torch.float32).fill_(1)
-    before = os.fstat(memory[0]).st_blocks
+    before = os.fstat(fd).st_blocks
     parameter = torch.nn.Parameter(tensor[100:200])
     del tensor
-    assert os.fstat(memory[0]).st_blocks == before
+    assert os.fstat(fd).st_blocks == before
     assert parameter.sum() == 100
     del parameter
-    assert os.fstat(memory[0]).st_blocks <= before - (1 << 20) // 512
+    assert os.fstat(fd).st_blocks <= before - (1 << 20) // 512
     kept.fill_(2)
     arena.close()
     assert kept.sum() == 20
 
 
-def test_it_is_lent_again_and_holds_zeros(memory):
-    arena = Arena(0, memory)
+def test_it_is_lent_again_and_holds_zeros(fd):
+    arena = Arena(fd)
     for _ in range(100):
         parts = [arena.allocate(n, torch.float64) for n in (5000, 1, 3000)]
         assert not any(part.any() for part in parts)
@@ -142,17 +130,9 @@ def test_it_is_lent_again_and_holds_zeros(memory):
     arena.close()
 
 
-def test_what_is_reserved_stays(memory):
-    arena = Arena(0, memory)
-    first, lent, second = arena.reserve(1), arena.allocate(1, torch.uint8), arena.reserve(1)
-    del lent
-    assert [first, arena.reserve(1), second, arena.reserve(1)] == [0, 4096, 8192, 12288]
-    arena.close()
-
-
-def test_a_forked_process_that_lets_go_takes_nothing_away(memory):
+def test_a_forked_process_that_lets_go_takes_nothing_away(fd):
     """A loader's process has copies of all references."""
-    arena = Arena(0, memory)
+    arena = Arena(fd)
     tensors = [arena.allocate(1000, torch.float32).fill_(5)]
     child = os.fork()
     if not child:
@@ -161,18 +141,3 @@ def test_a_forked_process_that_lets_go_takes_nothing_away(memory):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert tensors[0].sum() == 5000
     arena.close()
-
-
-def test_ranks_that_let_go_at_different_times(memory):
-    """Each rank's memory is its own: where the others' tensors lie says their header."""
-    first, second = Arena(0, memory), Arena(1, memory)
-    early = first.allocate(1000, torch.float32)
-    late = second.allocate(1000, torch.float32)
-    del early
-    assert (first.locate(first.allocate(1000, torch.float32)), second.locate(second.allocate(1000, torch.float32))) == (
-        0,
-        4096,
-    )
-    del late
-    first.close()
-    second.close()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from manyhands.comm.shared_memory import synchronisation as waiting_module
-from manyhands.comm.shared_memory.memory import Arena, SharedMemory
+from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.shared_memory.synchronisation import (
     ARRIVED,
     CLOSED,
@@ -17,18 +17,19 @@ from manyhands.comm.shared_memory.synchronisation import (
     SharedCounters,
     Waiting,
 )
+from manyhands.comm.shared_memory.table import GroupMemory, SharedMemory
 from manyhands.errors import PeerLost
 
 
 @pytest.fixture
 def boards():
     fds = SharedMemory.create(3)
-    arenas = [Arena(rank, fds) for rank in range(3)]
-    made = [SharedCounters(arena, 3) for arena in arenas]
+    memories = [GroupMemory(rank, Arena(fds[1 + rank]), fds) for rank in range(3)]
+    made = [SharedCounters(rank, 3, memory) for rank, memory in enumerate(memories)]
     yield made
-    for board, arena in zip(made, arenas, strict=True):
+    for board, memory in zip(made, memories, strict=True):
         board.close()
-        arena.close()
+        memory.close()
     for fd in fds:
         os.close(fd)
 

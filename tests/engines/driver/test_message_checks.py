@@ -28,6 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "ask": {"event": {"type": "validation", "values": {"metrics": {}}}},
     "lease": {"segment": SEGMENT, "replica": 1},
     "arrive": {"name": "ring", "process_indices": [0, 2, -1], "value": ["10.0.0.2", 7000]},
+    "place": {"generation": -1, "blank": True, "lost": None},
     "value": {"value": {"tensor": 0}},
     "error": FAILURE,
     "exited": {"status": -9, "phase": None, "step": None, "detail": ""},
@@ -68,6 +69,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
         {"process_indices": [2, 2]},
         {"process_indices": [[]]},
     ],
+    "place": [{"generation": None}, {"blank": 1}, {"lost": "2"}],
     "error": [{"rank": 0}, {"message": None}, {"secondary": "no"}, {"exit_code": []}, {"family": {}}],
     "exited": [{"status": "killed"}, {"phase": 3}, {"detail": None}],
 }

@@ -135,6 +135,9 @@ class Silent:
     def __init__(self) -> None:
         self.messages: list[HostMessage] = []
 
+    def set_silence(self, silence_s: float) -> None:
+        assert silence_s > 0
+
     def receive(self) -> list[HostMessage]:
         messages, self.messages = self.messages, []
         return messages
@@ -242,10 +245,18 @@ SHARED = {
     "servers": 0,
 }
 ORDERS: list[dict[str, Any]] = [
-    {"type": "launch", "host": "beta", "shared": SHARED, "variables": {"MANYHANDS_STRATEGY": "solo"}},
+    {
+        "type": "launch",
+        "host": "beta",
+        "shared": SHARED,
+        "variables": {"MANYHANDS_STRATEGY": "solo"},
+        "silence_s": 10.0,
+    },
     {"type": "to_process", "process_index": 2, "body": {"type": "stop", "reason": "max_seconds"}},
     {"type": "signal", "number": 15},
     {"type": "signal_to", "number": 19, "process_indices": [2]},
+    {"type": "start_worker", "worker_id": 3, "faults": "kill=3@step:5"},
+    {"type": "form", "generation": 2, "hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]},
     {"type": "stacks"},
     {"type": "end", "grace_s": 0.5},
     {"type": "over", "error": "", "preempted": False},
@@ -261,7 +272,7 @@ class Obeying:
         assert all(isinstance(process_index, int) for process_index in process_indices)
         assert timeout_s > 0
         assert isinstance(host, str)
-        self.process_indices = process_indices
+        self.process_indices, self.host = process_indices, host
 
     def start(self, shared: dict[str, Any], program: int) -> None:
         assert isinstance(shared["environment"], dict)
@@ -272,6 +283,15 @@ class Obeying:
 
     def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
         assert isinstance(number, int)
+
+    def start_worker(self, worker_id: int, faults: str) -> None:
+        assert isinstance(worker_id, int)
+        assert isinstance(faults, str)
+
+    def form(self, generation: int, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        assert generation >= 0
+        for name, ids in zip(names, hosts, strict=True):
+            assert name != self.host or set(ids) <= set(self.process_indices)
 
     def stacks(self) -> dict[int, str]:
         return {2: "here"}

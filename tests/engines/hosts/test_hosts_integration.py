@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,7 @@ from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import connect
 
-
-@pytest.fixture(autouse=True)
-def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "run.pem"
-    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No child process, no descriptor."""
-    before, there = set(os.listdir("/proc/self/fd")), children()
-    yield
-    assert children() <= there  # other tests of this process may keep a fork server warm
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
-
-
-def children() -> set[str]:
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+pytestmark = pytest.mark.usefixtures("credentials", "nothing_is_left")
 
 
 def agree(worker: Any) -> dict[str, Any]:
@@ -179,6 +160,7 @@ engine.launch(print, LaunchSpec(workers=2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_no_key_outlives_a_driver_that_is_killed_while_it_waits(
     number: int, script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,11 +124,17 @@ def test_orders_reach_the_agent(line: Line) -> None:
     line.host_processes.send(3, {"type": "stop", "reason": "x"})
     line.host_processes.signal(15)
     line.host_processes.signal(19, [3])
-    bodies = [message.body for _ in range(3) for message in line.agent.wait(5.0)]
+    line.host_processes.start_worker(3, "kill=3@step:5")
+    line.host_processes.form(1, [(0, 1), (3,)], ["alpha", "beta"])
+    bodies: list[Body] = []
+    while len(bodies) < 5:
+        bodies += [message.body for message in line.agent.wait(5.0)]
     assert bodies == [
         {"type": "to_process", "process_index": 3, "body": {"type": "stop", "reason": "x"}},
         {"type": "signal", "number": 15},
         {"type": "signal_to", "number": 19, "process_indices": [3]},
+        {"type": "start_worker", "worker_id": 3, "faults": "kill=3@step:5"},
+        {"type": "form", "generation": 1, "hosts": [[0, 1], [3]], "names": ["alpha", "beta"]},
     ]
 
 
@@ -171,6 +177,21 @@ def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: Line) -> None:
     assert line.host_processes.receive() == []
     line.host_processes.send(2, {"type": "stop", "reason": ""})  # passed over
     line.host_processes.end(0.0)
+
+
+def test_a_worker_that_is_started_later_is_heard(line: Line) -> None:
+    line.host_processes.start_worker(7, "")
+    line.output(7, {"type": "started"})
+    assert line.received(1) == [(7, {"type": "started"})]
+
+
+def test_a_host_that_is_abandoned_is_told_why_and_lost(line: Line) -> None:
+    line.output(2, {"type": "started"})
+    assert line.received(1)
+    assert line.host_processes.abandon("it makes no sense")
+    assert line.message().body == {"type": "over", "error": "it makes no sense", "preempted": False}
+    assert [body["type"] for _, body in line.received(2)] == ["lost", "lost"]
+    line.host_processes.end(0.5)  # asks nobody
 
 
 def test_a_dead_fork_server_there(line: Line) -> None:

@@ -55,6 +55,13 @@ class NotesCrew:
     def signal(self, number: int, process_indices: Any = None) -> None:
         self.notes.append(number if process_indices is None else (number, process_indices))
 
+    def start_worker(self, worker_id: int, faults: str) -> None:
+        self.process_indices.append(worker_id)
+        self.notes.append((worker_id, faults))
+
+    def form(self, generation: int, hosts: list[list[int]], names: list[str]) -> None:
+        self.notes.append((generation, hosts, names))
+
     def stacks(self) -> dict[int, str]:
         return {2: "stack"}
 
@@ -92,7 +99,8 @@ class Driver:
             "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
             "threads": None,
         }
-        body = {"type": "launch", "host": "b", "shared": shared, "variables": {"MANYHANDS_STRATEGY": "easgd"}}
+        variables = {"MANYHANDS_STRATEGY": "easgd"}
+        body = {"type": "launch", "host": "b", "shared": shared, "variables": variables, "silence_s": 5.0}
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
         self.post.send({"type": "stacks"})
         assert self.message().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
@@ -147,6 +155,26 @@ def test_messages_both_ways(driver: Driver) -> None:
     assert driver.message().body == {"type": "idle"}
     assert host_processes.notes == [(3, {"type": "answer", "value": 1}), 15, (19, [3]), ("end", 0.5)]
     driver.end()
+
+
+def test_workers_that_are_started_later_and_a_group_of_them(driver: Driver) -> None:
+    host_processes = driver.launch()
+    driver.post.send({"type": "start_worker", "worker_id": 5, "faults": ""})
+    driver.post.send({"type": "form", "generation": 1, "hosts": [[0], [2, 5]], "names": ["a", "b"]})
+    driver.post.send({"type": "end", "grace_s": 0.5})
+    assert driver.message().body == {"type": "idle"}
+    assert host_processes.notes[:2] == [(5, ""), (1, [[0], [2, 5]], ["a", "b"])]
+    driver.end()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"), [([[0], [2, 7]], ["a", "b"]), ([[0], [2]], ["a"]), ([[2], [2]], ["b", "a"])]
+)
+def test_a_group_that_cannot_be_ends_this_hosts_workers(hosts: Any, names: Any, driver: Driver) -> None:
+    driver.launch()
+    driver.post.send({"type": "form", "generation": 1, "hosts": hosts, "names": names})
+    driver.end(None)
+    assert "use the same version of manyhands on all hosts" in str(driver.error)
 
 
 def test_values_leave_as_json_and_tensors(driver: Driver) -> None:

@@ -60,6 +60,7 @@ def both(script: Start) -> tuple[Script, Script, dict[int, int]]:
     return driver, joiner, pids
 
 
+@pytest.mark.slow
 def test_a_killed_host_is_named_and_nothing_is_left(both: tuple[Script, Script, dict[int, int]]) -> None:
     driver, joiner, _ = both
     os.kill(joiner.process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
 from manyhands.errors import BadInput
-from manyhands.transport.channel import Channel
+from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame
 
 Ends = tuple[MessageChannel, MessageChannel]
@@ -55,6 +55,29 @@ def test_letters_arrive_with_their_tensors(ends: Ends) -> None:
     assert message.body == {"type": "from_process", "process_index": 3}
     assert [t.dtype for t in message.tensors] == [t.dtype for t in tensors]
     assert all(torch.equal(came, sent) for came, sent in zip(message.tensors, tensors, strict=True))
+
+
+def test_silence_ends_both_ways(raw: tuple[MessageChannel, Channel]) -> None:
+    """The timeout holds from the next message on; should the other end come back, it finds that it was given up."""
+    post, there = raw
+    post.set_silence(0.2)
+    there.send(Frame(kind=1, blob=b'{"type": "alive"}'))
+    assert post.wait(5.0) == []
+    assert post.lost == "nothing came for 0.2 s"
+    with pytest.raises(ChannelClosed):
+        post.send({"type": "stop"})
+
+
+def test_hung_up_it_gives_nothing_and_keeps_its_descriptor(ends: Ends) -> None:
+    """Whoever waits on the descriptor may go on to do so."""
+    here, there = ends
+    before = here.fileno()
+    here.hang_up("no sense in it")
+    assert there.wait(5.0) == []
+    assert there.lost
+    assert here.wait(0.1) == []
+    assert (here.lost, here.fileno()) == ("no sense in it", before)
+    os.fstat(before)
 
 
 def test_both_ways_in_order(ends: Ends) -> None:

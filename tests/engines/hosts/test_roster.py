@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.engines.hosts.roster import Offer, Roster, hello
+from manyhands.engines.hosts.roster import Offer, Roster, free_name, hello
 
 
 def roster() -> Roster:
@@ -73,3 +73,22 @@ def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:
     refused = roster().refusal({**output, "versions": {"python\x1b[1m": "3\n"}})
     assert "python?[1m 3?" in refused
     assert roster().refusal({**output, "host": ""}) != ""
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["alpha"], "beta"),
+        (["alpha", "beta"], "beta (2)"),
+        (["beta (1)", "beta (2)"], "beta (3)"),
+        (["beta (1)"], "beta (2)"),  # the one that had it is lost
+        (["beta", "beta (2)"], "beta (3)"),
+    ],
+)
+def test_a_host_that_joins_later_has_a_name_of_its_own(names: list[str], name: str) -> None:
+    assert free_name("beta", names) == name
+
+
+def test_a_host_that_offers_more_gives_what_is_missing_where_members_may_change() -> None:
+    assert "offers 3" in Roster(2, [Offer("alpha", 1)]).refusal(hello(3))
+    assert Roster(2, [Offer("alpha", 1)], takes_part_of_offers=True).refusal(hello(3)) == ""

@@ -85,6 +85,7 @@ def test_the_server_names_every_workers_own_host(monkeypatch: pytest.MonkeyPatch
         size=3,
         server={"rule": "add"},
         servers=1,
+        survive=0,
         channels={0: here.detach()},
         timeout_s=9.0,
         network=network if far else None,

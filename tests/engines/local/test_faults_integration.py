@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from driver_script import wait_until
 import manyhands as mh
 import plain
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.faults import Faults
+from manyhands.engines.fault_injector import FaultInjector
+from manyhands.engines.faults import Fault, Faults
 from manyhands.engines.local.engine import Local
-from manyhands.engines.local.fault_injector import FaultInjector
 from manyhands.events import Event
 from manyhands.recording.run import Run
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
+from slow_cases import slow_after
 
 
 class Seen(mh.Callback):
@@ -48,7 +48,9 @@ def train(local: Local, faults: str, seen: Seen, **options: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("phase", "step", "where"),
-    [("", 5, "compute"), (":exchange", 5, "exchange"), (":commit", 5, "exchange"), (":save", 8, "checkpoint")],
+    slow_after(
+        2, [("", 5, "compute"), (":exchange", 5, "exchange"), (":commit", 5, "exchange"), (":save", 8, "checkpoint")]
+    ),
 )
 def test_a_worker_is_killed_in_each_phase(phase: str, step: int, where: str, local: Local, tmp_path: Path) -> None:
     """Of 12 steps; the checkpoint of an epoch's end is made after step 8."""
@@ -72,6 +74,7 @@ def test_the_server_side_of_an_exchange(local: Local) -> None:
     assert seen.faults == [("kill=0@step:2:exchange", 0, 2)]
 
 
+@pytest.mark.slow
 def test_a_pause_changes_no_bit(local: Local) -> None:
     seen = Seen()
     run = train(local, "pause=1@step:5+0.3,pause=2@step:7:commit+0.1", seen)
@@ -150,11 +153,11 @@ def test_what_cannot_be_read_is_refused_at_once(faults: str) -> None:
         Local(faults=faults)
 
 
-def test_a_step_that_begins_twice_has_its_fault_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_begins_twice_has_its_fault_once() -> None:
     """One whose gradient was not finite, say."""
-    signals: list[int] = []
-    monkeypatch.setattr("os.kill", lambda pid, number: signals.append(number))
-    injector = FaultInjector(Faults.parse("pause=0@step:1+1").planned, lambda event: None)
+    struck: list[tuple[Fault, int]] = []
+    planned = Faults.parse("pause=0@step:1+1").planned
+    injector = FaultInjector(planned, lambda fault, step: struck.append((fault, step)))
     for step in (0, 1, 1, 2):
         injector.reach("compute", step)
-    assert signals == [signal.SIGSTOP]
+    assert struck == [(planned[0], 1)]

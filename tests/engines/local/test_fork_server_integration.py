@@ -71,7 +71,8 @@ def ended(run: Script) -> tuple[int, str]:
     return code, err
 
 
-@pytest.mark.parametrize("how", [pytest.param("wait", marks=pytest.mark.slow), "hold"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wait", "hold"])
 def test_driver_killed(script: Callable[..., Script], how: str) -> None:
     """CASE 28."""
     run, _, _ = running(script, how)
@@ -79,6 +80,7 @@ def test_driver_killed(script: Callable[..., Script], how: str) -> None:
     wait_until(lambda: not run.processes(), timeout_s=3.0)
 
 
+@pytest.mark.slow
 def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> None:
     """CASE 28: a server that imports torch looks at nothing else."""
     run = script(WAITING)
@@ -87,6 +89,7 @@ def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> 
     wait_until(lambda: not run.processes(), timeout_s=3.0)
 
 
+@pytest.mark.slow
 def test_what_loaders_leave_in_sessions_of_their_own_is_gone_when_the_driver_is_killed(
     script: Callable[..., Script],
 ) -> None:
@@ -138,6 +141,7 @@ def test_ctrl_c(script: Callable[..., Script]) -> None:
     assert err.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_reaches_only_the_driver(script: Callable[..., Script]) -> None:
     """A scheduler's SIGTERM: the driver decides what becomes of the workers."""
     run, worker, server = running(script)
@@ -162,7 +166,8 @@ def test_program_from_standard_input(script: Callable[..., Script]) -> None:
     assert script("", stdin=program).end() == (0, "[0, 1] [True, True]\n", "")
 
 
-@pytest.mark.parametrize("closed", [pytest.param((0,), marks=pytest.mark.slow), (0, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(0,), (0, 1)])
 def test_with_closed_standard_descriptors(script: Callable[..., Script], closed: tuple[int, ...]) -> None:
     run = script(f"""
         import os, sys
@@ -232,6 +237,7 @@ def test_torch_compile_counts_as_progress(script: Callable[..., Script]) -> None
     assert run.end() == (0, "[2.0, 2.0]\n", "")
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_to_share_memory_leaves_no_folder_when_it_is_ended(script: Callable[..., Script]) -> None:
     """Where it listens meanwhile is the run's own folder."""
     run = script("""

@@ -153,6 +153,7 @@ def test_workers_hear_that_they_should_stop(local: Local) -> None:
     assert local.launch(program, two(observer=recorder)) == ["preempted"] * 2
 
 
+@pytest.mark.slow
 def test_a_slow_observer_is_no_hang(local: Local) -> None:
     class Slow(Observer):
         def event(self, event: Event) -> None:
@@ -286,6 +287,7 @@ def test_a_hang_shows_the_table_and_every_stack(local: Local) -> None:
     assert "in forever" not in second
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_a_hang(local: Local) -> None:
     def program(worker: Worker) -> None:
         worker.driver.progress("compute", 1)
@@ -352,6 +354,7 @@ def test_an_observer_that_raises_ends_the_run(local: Local) -> None:
     assert local.launch(lambda worker: worker.rank, two()) == [0, 1]
 
 
+@pytest.mark.slow
 def test_two_threads_may_launch_at_once(local: Local) -> None:
     """CASE 23."""
     values: dict[int, Any] = {}
@@ -386,6 +389,7 @@ def test_too_few_workers(workers: int, message: str) -> None:
         Local().launch(lambda worker: None, LaunchSpec(workers=workers))
 
 
+@pytest.mark.slow
 def test_one_worker_is_here_or_apart_and_computes_the_same(local: Local) -> None:
     def program(worker: Worker) -> Any:
         value = torch.full((3,), 2.0)

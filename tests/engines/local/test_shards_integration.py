@@ -97,6 +97,7 @@ def test_a_rule_that_cannot_be_split_has_one_shard(local: Local) -> None:
     assert plan.shards == 1
 
 
+@pytest.mark.slow
 def test_runs_with_and_without_a_server_on_one_warm_fork_server(local: Local) -> None:
     descriptors = None
     for _ in range(2):
@@ -159,6 +160,7 @@ def test_a_killed_shard_is_named_and_nothing_is_left(local: Local) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_stopped_shard_is_a_hang_and_is_named(local: Local) -> None:
     def program(worker: Worker) -> None:
         counts(worker)

@@ -11,6 +11,8 @@ from sim_world import run
 
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Observer
+from manyhands.engines.fault_injector import FaultInjector
+from manyhands.engines.faults import Fault, Faults
 from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.timeline import Timeline
@@ -81,10 +83,13 @@ def test_a_pause_is_no_time_to_compute_in(pauses: list[tuple[float, float]], end
 
 def test_what_happens_at_a_step_happens_once_and_in_the_workers_turn() -> None:
     world, happened = World(), []
-    world.lease_server.at_step[1, 2] = [
-        lambda: happened.append(world.timeline.running.name),
-        lambda: world.timeline.sleep(5),
-    ]
+
+    def strike(fault: Fault, step: int) -> None:
+        happened.append((str(fault), step, world.timeline.running.name))
+        world.timeline.sleep(5)
+
+    planned = Faults.parse("pause=1@step:2+5,pause=1@step:3:exchange+5").planned
+    world.lines[1].injector = FaultInjector(planned, strike)
 
     def program(line: SimDriverClient, rank: int) -> float:
         for phase, step in (("compute", 1), ("exchange", 2), ("compute", 2), ("compute", 2), ("compute", 3)):
@@ -93,8 +98,7 @@ def test_what_happens_at_a_step_happens_once_and_in_the_workers_turn() -> None:
         return world.timeline.now
 
     assert world.run(program) == [0.0, 5.0]
-    assert happened == [1]
-    assert not world.lease_server.at_step
+    assert happened == [("pause=1@step:2+5", 2, 1)]
 
 
 def test_each_slice_is_leased_once_and_the_fast_take_from_the_slow() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.leases import Lease, Leases
-from manyhands.engines.sim.engine import Simulation
+from manyhands.engines.sim.simulation import Simulation
 from manyhands.errors import ManyhandsError, PeerLost, WorkerFailed
 from manyhands.server.gate import Gate
 from manyhands.strategies import strategy_of
@@ -188,6 +188,7 @@ def _schedules(draw: st.DrawFn) -> TrainingSchedule:
     )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=SCHEDULES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )

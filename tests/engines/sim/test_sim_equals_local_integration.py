@@ -104,7 +104,17 @@ def losses(run: mh.Run) -> list[float]:
 WORKERS = (2, 3)
 
 
-@pytest.mark.parametrize(("index", "spec"), list(enumerate([*SYNCHRONOUS, *OTHERS])))
+FAST = ("allreduce", "local-sgd", "diloco", "downpour:bound=0", "quorum", "gossip")
+"""One of each way in which workers wait for each other."""
+
+
+@pytest.mark.parametrize(
+    ("index", "spec"),
+    [
+        pytest.param(index, spec, marks=() if spec in FAST else pytest.mark.slow)
+        for index, spec in enumerate([*SYNCHRONOUS, *OTHERS])
+    ],
+)
 def test_a_free_network_gives_the_bits_of_local(index: int, spec: str, local: Local) -> None:
     """Parameters, buffers, metrics and each step's loss; on two and on three workers in turn, so that each is seen in most strategies' neighbourhood."""
     for workers in WORKERS if index == 0 else (WORKERS[index % 2],):

@@ -7,7 +7,7 @@ from manyhands.errors import BadInput, UnknownName
 
 EVERYTHING = (
     "kill=2@step:100,pause=1@2.5s+3,restart=shard0@4s+500ms,kill=shard1@9,drop=0.01,duplicate=0.02,delay=0.1:0.5,"
-    "reorder=0.05,retry=0.3,notice=2"
+    "reorder=0.05,retry=0.3,notice=2,cut=host1@2s+3"
 )
 
 
@@ -21,6 +21,7 @@ def test_everything_at_once():
             Fault(what="pause", node=1, time=2.5, seconds=3.0),
             Fault(what="restart", node=-1, time=4.0, seconds=0.5),
             Fault(what="kill", node=-2, time=9.0),
+            Fault(what="cut", node=1, time=2.0, seconds=3.0),
         ),
         drop=0.01,
         duplicate=0.02,
@@ -47,7 +48,7 @@ def test_nothing_goes_wrong_by_default():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("crash=2@1s", "faults has no option 'crash'.*kill, pause, restart, drop"),
+        ("crash=2@1s", "faults has no option 'crash'.*kill, pause, restart, leave, join, nan, disk, cut, drop"),
         ("kill=2", "kill must be WHO@WHEN.*got '2': write for example kill=2@step:100"),
         ("pause=x@1s+1", "pause must be WHO@WHEN.*write for example pause=2@step:100\\+3"),
         ("kill=2@step:1.5", "kill must be WHO@WHEN"),
@@ -55,6 +56,14 @@ def test_nothing_goes_wrong_by_default():
         ("kill=shard0@step:3", "kill=shard0@step:3 gives a step, and a server shard makes no steps.*kill=shard0@2.5s"),
         ("pause=1@2s", r"pause=1@2s does not say for how long: write pause=1@2s\+3"),
         ("kill=1@2s+3", r"kill=1@2s\+3 gives a time to come back, .*: write restart=1@2s\+3"),
+        ("nan=1@2s", "nan=1@2s must be nan=WORKER@step:NUMBER.*write nan=1@step:100"),
+        ("nan=1@step:3:exchange", "nan=1@step:3:exchange must be nan=WORKER@step:NUMBER"),
+        ("disk=1@step:3+2", r"disk=1@step:3\+2 must be disk=WORKER@step:NUMBER"),
+        ("disk=full@step:3", "disk must be WHO@WHEN"),
+        ("cut=1@2s+3", r"cut names a host: write cut=host1@2s\+3; got '1@2s\+3'"),
+        ("kill=host1@2s", "kill names a worker or a server shard, and cut alone a host"),
+        ("cut=host1@2s", r"cut=host1@2s does not say for how long: write cut=host1@2s\+3"),
+        ("cut=host1@step:2+3", r"cut=host1@step:2\+3 must be cut=hostNUMBER@TIME\+SECONDS"),
         ("drop=1", "drop must be a probability of at least 0 and below 1; got 1.0"),
         ("reorder=-0.1", "reorder must be a probability of at least 0 and below 1; got -0.1"),
         ("drop=often", "drop must be a number, as in drop=0.01; got 'often'"),

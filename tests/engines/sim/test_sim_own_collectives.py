@@ -11,8 +11,8 @@ import torch
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
 from manyhands.comm.ring.group import RingGroup
+from manyhands.comm.shared_memory.group import SharedMemory as Memory
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
-from manyhands.comm.shared_memory.memory import SharedMemory as Memory
 from manyhands.engines.sim.costs import HierarchicalCost, SharedMemoryCost, SocketsCost
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.transport.channel import Channel

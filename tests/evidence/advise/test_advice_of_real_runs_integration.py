@@ -19,6 +19,7 @@ def simulated(strategy: str, engine: str, steps: int = 24) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_the_predicted_speed_comes_true() -> None:
     run = simulated("allreduce", CLUSTER.format(600))
     advice = run.advice()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.check.check import check
+from slow_cases import slow_after
 
 
 @pytest.mark.slow
@@ -24,6 +25,7 @@ def test_digits_pass_on_processes(local: Local) -> None:
     assert any("model() builds the same from the seed" in held for held in checked.held)
 
 
+@pytest.mark.slow
 def test_three_workers_and_a_function_that_gives_data(local: Local) -> None:
     checked = check(planted.task(train_data=planted.drawn_rows), engine=local, workers=3, steps=4)
     assert checked.findings == ()
@@ -32,13 +34,16 @@ def test_three_workers_and_a_function_that_gives_data(local: Local) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "kind", "fields"),
-    [
-        ("batch-norm", "batch-norm", {"model": planted.Normed}),
-        ("data order", "data-order", {"train_data": planted.Leaking()}),
-        ("unseeded sampler", "rows-not-once", {"train_data": planted.loader_with_own_order(), "batch_size": None}),
-        ("unseeded function", "data-order", {"train_data": planted.unseeded_rows}),
-        ("eight rows", "fails-on-workers", {"model": planted.AtLeastEight, "train_data": planted.rows(36)}),
-    ],
+    slow_after(
+        1,
+        [
+            ("batch-norm", "batch-norm", {"model": planted.Normed}),
+            ("data order", "data-order", {"train_data": planted.Leaking()}),
+            ("unseeded sampler", "rows-not-once", {"train_data": planted.loader_with_own_order(), "batch_size": None}),
+            ("unseeded function", "data-order", {"train_data": planted.unseeded_rows}),
+            ("eight rows", "fails-on-workers", {"model": planted.AtLeastEight, "train_data": planted.rows(36)}),
+        ],
+    ),
 )
 def test_plants_are_named(local: Local, plant: str, kind: str, fields: dict[str, Any]) -> None:
     checked = check(planted.task(**fields), engine=local, steps=3)
@@ -51,6 +56,7 @@ def of_this_process() -> nn.Module:
     return planted.mlp()
 
 
+@pytest.mark.slow
 def test_a_model_that_another_process_builds_otherwise(local: Local) -> None:
     checked = check(planted.task(model=of_this_process), engine=local, steps=2)
     assert [finding.kind for finding in checked.findings] == ["not-rebuilt"]
@@ -58,6 +64,7 @@ def test_a_model_that_another_process_builds_otherwise(local: Local) -> None:
     assert checked.findings[0].numbers["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+@pytest.mark.slow
 def test_what_only_processes_of_their_own_show_is_never_a_silent_pass(local: Local) -> None:
     home = os.getpid()
 

@@ -19,6 +19,7 @@ from manyhands.evidence.compare.compare import compare
 from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.measures import differ
 from manyhands.evidence.compare.text import text
+from slow_cases import slow_after
 
 SIM = Sim(compute="row=1e-4,jitter=lognormal:0.2", network="latency=1e-5")
 
@@ -170,7 +171,7 @@ def test_a_function_that_gives_one_model_again_and_again_begins_each_trial_with_
 # -- when two are different ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_after(8, range(20)))
 def test_identical_strategies_are_not_called_different(seed: int) -> None:
     """Every trial has another simulation seed, so that the two differ by the jitter of their workers, by about 5 % a trial."""
     engine = Sim(compute="row=1e-4,jitter=lognormal:0.5", network="latency=1e-4", seed=1000 * seed)

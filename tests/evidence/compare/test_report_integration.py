@@ -19,6 +19,7 @@ if CHROMIUM is None:
 
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 CHARTS = 9
+DRAWN = "[...document.querySelectorAll('.plot')].filter(p => p.querySelector('.main-svg .trace')).length"
 WIDEST = "Math.max(...[...document.querySelectorAll('.plot .main-svg')].map(svg => svg.clientWidth))"
 NARROW, WIDE = f"{WIDEST} < 390", f"{WIDEST} > 900"
 
@@ -96,6 +97,7 @@ def opened_in(browser: "playwright.Browser", path: Path, viewport: dict[str, int
     page.on("pageerror", lambda error: opened.complaints.append(f"error: {error}"))
     page.on("dialog", lambda dialog: opened.complaints.append(f"dialog: {dialog.message}"))
     page.goto(path.as_uri())
+    opened.until(f"{DRAWN} == document.querySelectorAll('.plot').length")
     return opened
 
 
@@ -106,9 +108,7 @@ def written(made: Comparison, folder: Path) -> Path:
 
 def drawn(opened: Opened) -> int:
     """Charts of which the browser holds an SVG with at least one line or bar."""
-    return int(
-        opened.number("[...document.querySelectorAll('.plot')].filter(p => p.querySelector('.main-svg .trace')).length")
-    )
+    return int(opened.number(DRAWN))
 
 
 def sideways(opened: Opened) -> float:

@@ -115,6 +115,7 @@ def test_downpour_of_one_worker_pulls_and_pushes_over_its_card() -> None:
     assert found.staleness == 0
 
 
+@pytest.mark.slow
 def test_more_shards_share_the_load() -> None:
     one, two = (of("downpour", 8, servers=servers, network=f"bandwidth={BITS}") for servers in (1, 2))
     assert one.step is not None
@@ -124,6 +125,7 @@ def test_more_shards_share_the_load() -> None:
     assert 0 < one.staleness < 8
 
 
+@pytest.mark.slow
 def test_error_bars_lie_around_the_time() -> None:
     """Four workers where two were calibrated, 6 rows each, which were: one doubling."""
     for spec, error, tried in (("allreduce", 0.1, True), ("local-sgd:period=4", 0.25, True), ("gossip", 0.25, False)):
@@ -210,6 +212,7 @@ def test_what_is_impossible_is_a_row_with_the_reason() -> None:
     assert (only.step, only.rows_per_s, only.training) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_more_workers_than_rows_are_refused_before_anything_is_simulated() -> None:
     said: list[str] = []
     with pytest.raises(BadInput, match="batch_size=24 .*64 or 512 workers.*--batch-size-per-worker.*--workers 2"):
@@ -294,6 +297,7 @@ def test_a_strategy_that_exchanges_only_at_the_end_has_a_note() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_defaults_over_several_numbers_of_workers_and_the_progress_lines(tmp_path: Path) -> None:
     path, lines = tmp_path / "p.json", list[str]()
     profile().save(path)
@@ -328,6 +332,7 @@ def test_json_has_every_number_and_is_plain() -> None:
     assert (second["refused"], second["step"]) == (other.refused, None)
 
 
+@pytest.mark.slow
 def test_the_same_every_time() -> None:
     def once() -> Estimates:
         return estimate(

@@ -11,6 +11,7 @@ from both_ways import HOSTS, Measured, by_stand_in, in_full, task
 from manyhands.comm.codecs import CODECS
 from manyhands.strategies import CATALOGUE
 from manyhands.tasks.digits_task import digits
+from slow_cases import slow_after
 
 EXACT = 1e-9  # of times: sums of the same numbers in another order
 ALL = (
@@ -62,7 +63,7 @@ def assert_same(stands: Measured, full: Measured) -> None:
     assert [when for _, when, _ in stands] == pytest.approx([when for _, when, _ in full], rel=EXACT)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", slow_after(12, ALL))
 def test_every_workers_every_step_takes_as_long_and_sends_as_much(spec: str) -> None:
     """13 steps: more than an epoch, which is 10 of them."""
     given = task()

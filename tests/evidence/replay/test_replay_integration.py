@@ -19,6 +19,7 @@ from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.timeline import Deadlock
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
+from slow_cases import slow_after
 
 
 class WithDropout(nn.Sequential):
@@ -40,22 +41,25 @@ def train(local: Local, folder: Path, strategy: str, **options: Any) -> mh.Run:
 
 @pytest.mark.parametrize(
     ("strategy", "servers"),
-    [
-        ("downpour", 2),
-        ("agn:window=3,bound=2", 1),
-        ("dynsgd:warmup=3", 1),
-        ("distance", 1),
-        ("easgd:period=3,bound=2", 1),
-        ("eamsgd:period=2", 2),
-        ("gossip:graph=pairs", 2),
-        ("gossip:graph=pairs,period=3,bound=2", 1),
-        ("quorum:backups=1", 1),
-        ("diloco:period=3,via=server", 1),
-        ("diloco:period=2,via=server,quorum=1,grace=0,bound=2", 1),
-        ("downpour:bound=0", 2),
-        ("downpour:compress=powersgd:1", 2),
-        ("agn:window=2,compress=qsgd:4", 1),
-    ],
+    slow_after(
+        4,
+        [
+            ("downpour", 2),
+            ("agn:window=3,bound=2", 1),
+            ("dynsgd:warmup=3", 1),
+            ("distance", 1),
+            ("easgd:period=3,bound=2", 1),
+            ("eamsgd:period=2", 2),
+            ("gossip:graph=pairs", 2),
+            ("gossip:graph=pairs,period=3,bound=2", 1),
+            ("quorum:backups=1", 1),
+            ("diloco:period=3,via=server", 1),
+            ("diloco:period=2,via=server,quorum=1,grace=0,bound=2", 1),
+            ("downpour:bound=0", 2),
+            ("downpour:compress=powersgd:1", 2),
+            ("agn:window=2,compress=qsgd:4", 1),
+        ],
+    ),
 )
 def test_the_same_bits_in_the_journals_order(strategy: str, servers: int, local: Local, tmp_path: Path) -> None:
     run = train(local, tmp_path / "run", strategy, servers=servers)
@@ -71,6 +75,7 @@ def test_the_same_bits_in_the_journals_order(strategy: str, servers: int, local:
     assert all(torch.equal(replayed.parameters[name], again[name]) for name in again)
 
 
+@pytest.mark.slow
 def test_the_best_that_was_kept_and_a_stop_half_way(local: Local, tmp_path: Path) -> None:
     options = {
         "keep": "best:validation_loss",
@@ -87,6 +92,7 @@ def test_the_best_that_was_kept_and_a_stop_half_way(local: Local, tmp_path: Path
     assert re.fullmatch(r"<Replayed \d+ steps of \d+ workers: the same bits>", repr(replayed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["task", "strategy"])
 def test_code_that_the_directory_names_is_not_imported(local: Local, tmp_path: Path, what: str) -> None:
     """Wherever the file lies, in the directory too: who replays somebody else's run names what is to be imported."""
@@ -120,6 +126,7 @@ class StopAt(Callback):
         return "stop" if event.tick >= 5 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -151,6 +158,7 @@ def test_windows_that_close_after_the_last_tick(
     assert mh.replay(tmp_path / "run", task=task(**given)).identical
 
 
+@pytest.mark.slow
 def test_a_journal_that_does_not_fit_is_an_error(local: Local, tmp_path: Path) -> None:
     """Another order than the recorded one cannot be followed, other data end elsewhere, and changed events are no journal."""
     train(local, tmp_path / "run", "downpour")

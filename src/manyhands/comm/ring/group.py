@@ -217,6 +217,11 @@ class RingGroup(Group):
         self._background.close(_CLOSING_S)
         self._links.close()
 
+    @override
+    def lose(self, name: int, host: str) -> None:
+        """As the contract says; the other peers are not notified."""
+        self._links.lose(name, host)
+
     def abandon(self, error: ManyhandsError) -> None:
         """Give up for a reason the peers cannot see: they raise it too. The group is unusable from then on."""
         self._background.drain()

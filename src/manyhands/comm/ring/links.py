@@ -9,6 +9,7 @@ up.
 
 from __future__ import annotations
 
+import copy
 import os
 import select
 import threading
@@ -21,10 +22,12 @@ from typing_extensions import override
 from manyhands.comm.checks import FirstError, check_rank, closed
 from manyhands.comm.ring.link import GAVE_UP, LEFT, NOTICES, RDHUP, WAITING, Link, LinkEnded, notice
 from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.transport.address import format_address
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import Frame, FrameError
-from manyhands.transport.listener import Listener, connect
+from manyhands.transport.hello import Check
+from manyhands.transport.listener import CHECK_S, Listener, connect
 
 _LOOKS = 100  # at a socket, some 1.5 µs each, before sleeping in poll
 _FAREWELL_S = 0.2  # at most, to get a last notice out
@@ -47,6 +50,7 @@ class Links(FirstError):
         self.peers = list(self._links)  # all other ranks, in rank order
         self._timeout_s = timeout_s
         self._operation, self._step = "", 0
+        self._told: PeerLost | None = None  # what another thread knows
         self._waiting_for: dict[int, int] = {}  # by peer: its newest waiting-for frame, where nothing else came
         self._poll, self._masks = select.poll(), dict.fromkeys(self._links, 0)
         self._by_fd = {link.fileno(): link for link in self._links.values()}
@@ -129,6 +133,13 @@ class Links(FirstError):
     def interrupt(self) -> None:
         """From another thread than the one that waits here: that one gets an error; peers are not notified."""
         self._error = self._error or closed()
+        for link in self._links.values():
+            link.shut()
+
+    def lose(self, name: int, host: str) -> None:
+        """From another thread than the one that waits here: that one gets PeerLost of this member, whatever its link
+        says; peers are not notified."""
+        self._told = self._told or PeerLost(name, host, self._operation, self._step, 0.0, "is lost, the driver says")
         for link in self._links.values():
             link.shut()
 
@@ -241,6 +252,7 @@ class Links(FirstError):
 
     def _end_by(self, link: Link, kind: int, fields: dict[str, Any]) -> NoReturn:
         """A peer left, or gave up: this worker cannot go on either."""
+        self._raise_told()
         if kind == LEFT:
             self._lost(link.rank, "left the group", 0.0)
         if "text" in fields:
@@ -250,7 +262,13 @@ class Links(FirstError):
             why = f"{why} (worker {self.names[link.rank]} noticed)"
         raise self.fail(PeerLost(rank, str(fields.get("host")), self._operation, self._step, 0.0, why))
 
+    def _raise_told(self) -> None:
+        """The links look as if all peers were gone once somebody else has told who is."""
+        if self._told is not None:
+            raise self.fail(copy.copy(self._told))
+
     def _lost(self, rank: int, why: str, seconds: float) -> NoReturn:
+        self._raise_told()
         name, host = self.names[rank], self._hosts[rank]
         raise self.fail(PeerLost(name, host, self._operation, self._step, seconds, why))
 
@@ -305,12 +323,14 @@ def connect_all(
     purpose: str = "ring",
     generation: int = 0,
     timeout_s: float = 300.0,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[int, Channel]:
     """A channel to every other rank, by rank: for `RingGroup`. All ranks call it with the same addresses.
 
     listener: this rank's, whose address all others know as addresses[rank]; it stays open. credentials, token: its own.
     purpose, generation: a connection that was meant for something else, or for another membership, is refused.
     hosts, names: for messages, as of `RingGroup`. PeerLost names the first rank that was not there within timeout_s.
+    check: called about four times a second, raises what ends the wait before.
     """
     check_rank(rank, size := len(addresses), "rank")
     hosts, names = list(hosts) or [host for host, _ in addresses], list(names) or list(range(size))
@@ -332,11 +352,12 @@ def connect_all(
                 peer=called[wanted],
                 generation=generation,
                 timeout_s=left_s(),
+                check=check,
             )
         while len(channels) < size - 1:
             wanted = next(peer for peer in range(rank + 1, size) if peer not in channels)
-            channel, theirs = listener.accept(lambda theirs: _peer_of(theirs, hello, channels, called), left_s())
-            channels[theirs["rank"]] = channel
+            came = _next(listener, lambda theirs: _peer_of(theirs, hello, channels, called), left_s, check)
+            channels[came[1]["rank"]] = came[0]
     except (ChannelTimeout, ChannelClosed) as error:
         seconds, why = time.monotonic() - start, f"could not be connected ({error})"
         raise PeerLost(names[wanted], hosts[wanted], f"connecting the {purpose}", 0, seconds, why) from error
@@ -345,6 +366,21 @@ def connect_all(
             for channel in channels.values():
                 channel.close()
     return channels
+
+
+def _next(
+    listener: Listener, of: Check, left_s: Callable[[], float], check: Callable[[], None]
+) -> tuple[Channel, dict[str, Any]]:
+    """What `Listener.accept` gives within the time that is left, with a check in between."""
+    whole_s = left_s()
+    while True:
+        check()
+        try:
+            return listener.accept(of, min(CHECK_S, left_s()))
+        except ChannelTimeout:
+            if left_s() <= CHECK_S / 10:
+                address = format_address(listener.address)
+                raise ChannelTimeout(f"nobody came to {address} within {whole_s:g} s") from None
 
 
 def _peer_of(theirs: dict[str, Any], own: dict[str, Any], channels: Container[int], called: Sequence[str]) -> str:

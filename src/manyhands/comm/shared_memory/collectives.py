@@ -2,8 +2,8 @@
 
 An operation has an arrival, which publishes a header, and, unless there is no data, rounds. In a round the data of all
 ranks lies at known places in their memory; each rank moves its part, and nobody goes on before all have. Tensors in
-shared memory need a single round; as soon as one rank's tensor lies elsewhere, all go through it in pieces that fit
-into the scratch area. A mailbox carries the tensors of `send` and `receive_`.
+the ranks' arenas need a single round; as soon as one rank's tensor lies elsewhere, all go through it in pieces that fit
+into the table's scratch area. A mailbox carries the tensors of `send` and `receive_`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from manyhands.comm.checks import (
 )
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.reducing import CHUNK
-from manyhands.comm.shared_memory.memory import Arena
+from manyhands.comm.shared_memory.memory import PAGE, Arena
 from manyhands.comm.shared_memory.synchronisation import (
     ARRIVED,
     DONE,
     INLINE,
-    OUTSTANDING,
     READY,
     Header,
     SharedCounters,
     Waiting,
     fence,
 )
+from manyhands.comm.shared_memory.table import IN_TABLE, MAIL, OUTSTANDING, RING, SCRATCH, GroupMemory
 
-_SCRATCH = 1 << 20  # bytes staged at a time
 _PLANS = 256  # places whose pieces are remembered
+_NOTHING = torch.empty(0)
 
 Places = Sequence[int]
-"""By rank: where the same element lies in each rank's memory, as a byte offset."""
+"""By rank: where the same element lies in each rank's memory, as `GroupMemory` has it."""
 
 PieceWork = Callable[[Places, int, int], None]
 """(places, start, stop): move this rank's part of the elements [start, stop); `places` is where `start` lies."""
@@ -77,13 +77,19 @@ class Operation(Work):
         self.rounds.finish(self)
         return self.total
 
+    def let_go(self) -> None:
+        """It will not run any more, and `wait` raises the group's error."""
+        self.tensor, self.run = _NOTHING, lambda operation, headers: None
+
 
 class CollectiveRounds:
     """One rank's part in the collectives of `group`, in the order in which they were begun."""
 
-    def __init__(self, group: Group, arena: Arena, board: SharedCounters, waiting: Waiting) -> None:
-        self._group, self._arena, self._board, self._waiting = group, arena, board, waiting
-        self._scratch = arena.reserve(_SCRATCH)
+    def __init__(
+        self, group: Group, arena: Arena, memory: GroupMemory, board: SharedCounters, waiting: Waiting
+    ) -> None:
+        self._group, self._arena, self._memory, self._board, self._waiting = group, arena, memory, board, waiting
+        self._scratch = [memory.layout.scratch(rank) for rank in range(group.size)]
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
         self._begun, self._rounds = 0, {READY: 0, DONE: 0}
         self._under_way: deque[Operation] = deque()
@@ -114,8 +120,10 @@ class CollectiveRounds:
             self._run_next()
 
     def close(self) -> None:
-        """Let go of all tensors."""
+        """Let go of all tensors, those of operations under way included: whoever waits for one gets the group's error."""
         self._plans.clear()
+        for operation in self._under_way:
+            operation.let_go()
         self._under_way.clear()
 
     # -- for `run` ---------------------------------------------------------------------------------------------------
@@ -131,16 +139,18 @@ class CollectiveRounds:
             work([header.offset for header in headers], 0, operation.n)
             self._all(DONE, operation)
             return
-        itemsize = operation.tensor.dtype.itemsize
+        rank, itemsize = self._group.rank, operation.tensor.dtype.itemsize
         outside = operation.offset < 0 and (lay_out or put_back)
         flat = flattened(operation.tensor) if outside else operation.tensor
-        for start in range(0, operation.n, _SCRATCH // itemsize):
-            stop = min(operation.n, start + _SCRATCH // itemsize)
-            scratch = self._arena.view(self._group.rank, self._scratch, stop - start, operation.tensor.dtype)
+        staged = [IN_TABLE + place for place in self._scratch]
+        for start in range(0, operation.n, SCRATCH // itemsize):
+            stop = min(operation.n, start + SCRATCH // itemsize)
+            scratch = self._memory.view(rank, staged[rank], stop - start, operation.tensor.dtype)
             if outside and lay_out:
                 scratch.copy_(flat[start:stop])
             self._all(READY, operation)
-            work([self._scratch if h.offset < 0 else h.offset + start * itemsize for h in headers], start, stop)
+            offsets = enumerate(header.offset for header in headers)
+            work([staged[peer] if at < 0 else at + start * itemsize for peer, at in offsets], start, stop)
             self._all(DONE, operation)
             if outside and put_back:
                 flat[start:stop].copy_(scratch)
@@ -157,7 +167,7 @@ class CollectiveRounds:
             plan, length = [], CHUNK // dtype.itemsize
             for at in range(start, stop, length):
                 n, begin = min(length, stop - at), at * dtype.itemsize
-                plan.append([self._arena.view(rank, place + begin, n, dtype) for rank, place in enumerate(places)])
+                plan.append([self._memory.view(rank, place + begin, n, dtype) for rank, place in enumerate(places)])
             self._plans[key] = plan
         return plan
 
@@ -167,19 +177,28 @@ class CollectiveRounds:
         if max(lengths) <= INLINE:
             return [self._board.inline(rank, operation.sequence, length) for rank, length in enumerate(lengths)]
         texts = [bytearray() for _ in lengths]
-        for start in range(0, max(lengths), _SCRATCH):
-            piece = operation.blob[start : start + _SCRATCH]
-            self._arena.maps[self._group.rank][self._scratch : self._scratch + len(piece)] = piece
+        table, own = self._memory.table, self._scratch[self._group.rank]
+        for start in range(0, max(lengths), SCRATCH):
+            piece = operation.blob[start : start + SCRATCH]
+            table[own : own + len(piece)] = piece
             self._all(READY, operation)
-            for text, memory, length in zip(texts, self._arena.maps, lengths, strict=True):
-                text += memory[self._scratch : self._scratch + max(0, min(_SCRATCH, length - start))]
+            for text, place, length in zip(texts, self._scratch, lengths, strict=True):
+                text += table[place : place + max(0, min(SCRATCH, length - start))]
             self._all(DONE, operation)
         return [bytes(text) for text in texts]
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     def _run_next(self) -> None:
-        operation, start = self._under_way.popleft(), 0.0
+        operation = self._under_way.popleft()
+        try:
+            self._run(operation)
+        except BaseException:
+            operation.let_go()
+            raise
+
+    def _run(self, operation: Operation) -> None:
+        start = 0.0
         for rank in self._peers:
             if self._board.words[rank][ARRIVED] < operation.sequence:
                 start = start or time.perf_counter()
@@ -205,18 +224,14 @@ class CollectiveRounds:
             self._waiting.until(rank, counter, self._rounds[counter], operation.name, self._group.step)
 
 
-_RING = 4  # chunks laid out and not yet taken
-_CHUNK = 1 << 18  # bytes
 _HEADER = struct.Struct("<QQ")
-_SLOT = _CHUNK + 4096  # a header, then the chunk on a page of its own
 
 
 class Mailbox:
     """Sends and receives flat byte tensors; a message of up to 1 MB leaves without waiting for its receiver."""
 
-    def __init__(self, arena: Arena, board: SharedCounters, waiting: Waiting) -> None:
-        self._arena, self._board, self._waiting = arena, board, waiting
-        self._start = arena.reserve(board.size * _RING * _SLOT)
+    def __init__(self, memory: GroupMemory, board: SharedCounters, waiting: Waiting) -> None:
+        self._memory, self._board, self._waiting = memory, board, waiting
         self._sent, self._taken = [0] * board.size, [0] * board.size
 
     def send(self, data: Tensor, signature: int, target: int, step: int) -> None:
@@ -237,11 +252,11 @@ class Mailbox:
 
     def _lay(self, data: Tensor, start: int, signature: int, target: int, step: int) -> None:
         rank, sent = self._board.rank, self._sent[target]
-        self._waiting.until(target, self._board.taken(rank), sent - _RING + 1, "send", step)
-        place = self._place(target, sent)
-        _HEADER.pack_into(self._arena.maps[rank], place, signature, data.numel())
-        piece = data[start : start + _CHUNK]
-        self._arena.view(rank, place + 4096, len(piece), torch.uint8).copy_(piece)
+        self._waiting.until(target, self._board.taken(rank), sent - RING + 1, "send", step)
+        place = self._memory.layout.mail(rank, target, sent)
+        _HEADER.pack_into(self._memory.table, place, signature, data.numel())
+        piece = data[start : start + MAIL]
+        self._memory.view(rank, IN_TABLE + place + PAGE, len(piece), torch.uint8).copy_(piece)
         fence()
         self._sent[target] = sent + 1
         self._board.raise_to(self._board.sent(target), sent + 1)
@@ -249,25 +264,22 @@ class Mailbox:
     def _take(self, data: Tensor, start: int, signature: int, source: int, step: int) -> None:
         rank, taken = self._board.rank, self._taken[source]
         self._waiting.until(source, self._board.sent(rank), taken + 1, "receive_", step)
-        place = self._place(rank, taken)
-        came = _HEADER.unpack_from(self._arena.maps[source], place)
+        place = self._memory.layout.mail(source, rank, taken)
+        came = _HEADER.unpack_from(self._memory.table, place)
         if came != (signature, data.numel()):
             self._board.give_up(rank)
             expected, other = _words(signature, data.numel()), _words(*came)
             raise self._waiting.fail(other_message(step, rank, expected, source, other))
-        piece = data[start : start + _CHUNK]
-        piece.copy_(self._arena.view(source, place + 4096, len(piece), torch.uint8))
+        piece = data[start : start + MAIL]
+        piece.copy_(self._memory.view(source, IN_TABLE + place + PAGE, len(piece), torch.uint8))
         fence()
         self._taken[source] = taken + 1
         self._board.raise_to(self._board.taken(source), taken + 1)
 
-    def _place(self, target: int, chunk: int) -> int:
-        return self._start + (target * _RING + chunk % _RING) * _SLOT
-
 
 def _starts(data: Tensor) -> range:
     """Where the chunks begin; one of nothing is a message too."""
-    return range(0, max(1, data.numel()), _CHUNK)
+    return range(0, max(1, data.numel()), MAIL)
 
 
 def _words(signature: int, nbytes: int) -> str:

@@ -1,5 +1,8 @@
 """The group of workers on one host: they work on each other's tensors, in memory that all of them map.
 
+The group is a table, see `table`, and its members' arenas, in which their tensors lie. A later group has a table of its
+own and maps the arenas again: no vector is copied when it is formed, whoever its members are.
+
 A mean of allocated tensors takes two steps. Everybody says that its tensor is ready; then each rank reduces its own
 slice over all ranks' tensors and writes the result into all of them. Nothing is copied on the way. Tensors from
 elsewhere are staged through shared memory in pieces.
@@ -35,11 +38,12 @@ from manyhands.comm.checks import (
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
 from manyhands.comm.shared_memory.collectives import CollectiveRounds, Mailbox, Operation, Places
-from manyhands.comm.shared_memory.memory import Arena, SharedMemory
+from manyhands.comm.shared_memory.memory import Arena, create_arena
 from manyhands.comm.shared_memory.synchronisation import Header, LivenessPipes, SharedCounters, Waiting
+from manyhands.comm.shared_memory.table import GroupMemory, SharedMemory, create_table
 from manyhands.errors import Unsupported
 
-__all__ = ["SharedMemory", "SharedMemoryGroup"]
+__all__ = ["Arena", "SharedMemory", "SharedMemoryGroup", "create_arena", "create_table"]
 
 _ALIGNED = 64  # elements: ranks' slices of a mean begin on cache lines of their own
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -48,7 +52,12 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class SharedMemoryGroup(Group):
     """Workers of one host. Only one thread of a process may use it.
 
-    memory: what `SharedMemory.create(size)` gave; mapped and closed here.
+    memory: descriptors, mapped and closed here: a table, which no other group has used, then the arena of each rank.
+        `SharedMemory.create(size)` gives them all; `create_table` and `create_arena` give those that are new.
+    arena: this rank's own, mapped already, where its vectors lie in it: those that were allocated before count as the
+        group's own. It is the caller's and stays open. Without, the arena is the group's: no later group finds it.
+        Nobody may still be at work in an earlier group on these arenas: peers write into each other's tensors, so
+        whoever was there has closed that group, or its process has ended.
     lifelines: a pipe per rank as (read end, write end), see `LivenessPipes`; the group's own from now on.
         Without any, a peer's death is noticed only by its silence.
     hosts: where each rank is, for messages. names: the ranks by which messages call them, where the group is a part of
@@ -69,6 +78,7 @@ class SharedMemoryGroup(Group):
         size: int,
         memory: Sequence[int],
         *,
+        arena: Arena | None = None,
         lifelines: Sequence[tuple[int, int]] = (),
         hosts: Sequence[str] = (),
         names: Sequence[int] = (),
@@ -76,15 +86,17 @@ class SharedMemoryGroup(Group):
     ) -> None:
         check_rank(rank, size, "rank")
         self.rank, self.size, self.ledger = rank, size, Ledger()
-        self._arena = Arena(rank, memory)
+        assert len(memory) == 1 + size, "a table, and an arena for each rank"
+        self._arena, self._lent = arena or Arena(memory[1 + rank]), arena is not None
+        self._memory = GroupMemory(rank, self._arena, memory)
         for fd in memory:
             os.close(fd)
-        self._board = SharedCounters(self._arena, size)
+        self._board = SharedCounters(rank, size, self._memory)
         self._lifelines = LivenessPipes(rank, lifelines)
         hosts, names = list(hosts) or ["localhost"] * size, list(names) or range(size)
         self._waiting = Waiting(self._board, self._lifelines, hosts, names, timeout_s)
-        self._mailbox = Mailbox(self._arena, self._board, self._waiting)
-        self._rounds = CollectiveRounds(self, self._arena, self._board, self._waiting)
+        self._mailbox = Mailbox(self._memory, self._board, self._waiting)
+        self._rounds = CollectiveRounds(self, self._arena, self._memory, self._board, self._waiting)
 
     # -- the contract ------------------------------------------------------------------------------------------------
 
@@ -110,7 +122,7 @@ class SharedMemoryGroup(Group):
 
         def copy(places: Places, start: int, stop: int) -> None:
             for rank, place in enumerate(places):
-                result[rank, start:stop].copy_(self._arena.view(rank, place, stop - start, tensor.dtype))
+                result[rank, start:stop].copy_(self._memory.view(rank, place, stop - start, tensor.dtype))
 
         self._complete("all_gather", tensor, partial(self._rounds.go_through, work=copy))
         self.ledger.add("all_gather", (self.size - 1) * tensor.nbytes)
@@ -139,7 +151,7 @@ class SharedMemoryGroup(Group):
 
         def copy(places: Places, start: int, stop: int) -> None:
             if not mine:
-                flat[start:stop].copy_(self._arena.view(source, places[source], stop - start, tensor.dtype))
+                flat[start:stop].copy_(self._memory.view(source, places[source], stop - start, tensor.dtype))
 
         self._complete("broadcast_", tensor, partial(self._rounds.go_through, work=copy, lay_out=mine), source)
         if mine:
@@ -202,15 +214,20 @@ class SharedMemoryGroup(Group):
                 "workers can share only memory from allocate(), which is on the CPU, and this tensor (on "
                 f"{tensor.device}) is not such memory: train on the CPU (device='cpu')"
             )
-        return self._arena.view(owner, offset, tensor.numel(), tensor.dtype)
+        return self._memory.view(owner, offset, tensor.numel(), tensor.dtype)
 
     @override
     def close(self) -> None:
-        """As the contract says. Tensors that were allocated here stay valid for as long as they are referenced."""
+        """As the contract says. Tensors stay valid for as long as they are referenced, views of peers' included.
+
+        Means under way end here: whoever waits for one gets the error that broke the group, or that it was closed.
+        """
         self._waiting.fail(closed())
         self._rounds.close()
         self._board.close()
-        self._arena.close()
+        self._memory.close()
+        if not self._lent:
+            self._arena.close()
         self._lifelines.close()
 
     # -- how -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """How ranks of one host wait for each other: shared counters, liveness of peers, and waiting with a deadline.
 
-`SharedCounters` is a region at the start of each rank's memory. It has one writer, its rank: counters first, each on a
-cache line of its own, then a ring of slots with the headers of the operations under way. A counter only grows, and
-Python writes it by a plain 8-byte store. x86 makes stores visible in program order, so whoever sees a counter also sees
-what was written before it; elsewhere `fence` sees to that.
+`SharedCounters` are the first parts of each rank's region of the table. They have one writer, their rank: counters
+first, then a ring of slots with the headers of the operations under way. A counter only grows, and Python writes it by a
+plain 8-byte store. x86 makes stores visible in program order, so whoever sees a counter also sees what was written
+before it; elsewhere `fence` sees to that.
 
 `Waiting` spins briefly, then yields, then sleeps, and never waits for ever. `LivenessPipes` notice that a peer's process
 is gone, however it ended: the kernel closes what only that process held.
@@ -21,26 +21,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from manyhands.comm.checks import FirstError
-from manyhands.comm.shared_memory.memory import Arena
+from manyhands.comm.shared_memory.table import FIRST_PAIR, LINE, SLOT, SLOTS, GroupMemory
 from manyhands.errors import PeerLost
 from manyhands.transport.socket_io import close_in_forks
 
-# counters, as indices of 8-byte words; 128 bytes apart, since processors fetch cache lines in pairs
-_LINE = 16
+# counters, as indices of 8-byte words
 ARRIVED = 0  # operations begun
-READY = _LINE  # rounds of staged data laid out for the others
-DONE = 2 * _LINE  # rounds in which this rank has moved its part
-STATE = 3 * _LINE  # OPEN, CLOSED, or CLOSED + 1 + the rank because of which this one gave up
-_FIRST_PAIR = 4
+READY = LINE  # rounds of staged data laid out for the others
+DONE = 2 * LINE  # rounds in which this rank has moved its part
+STATE = 3 * LINE  # OPEN, CLOSED, or CLOSED + 1 + the rank because of which this one gave up
 
 OPEN, CLOSED = 0, 1
 
-OUTSTANDING = 64  # operations that a rank may have begun and not finished
-_SLOTS = 2 * OUTSTANDING  # a peer is at most so many operations behind, so no header is overwritten before all read it
-_SLOT = 1024
 _HEADER = struct.Struct("<QQdqQ")
 _BLOB = 64
-INLINE = _SLOT - _BLOB  # bytes that fit beside a header
+INLINE = SLOT - _BLOB  # bytes that fit beside a header
 
 
 class Header(NamedTuple):
@@ -49,31 +44,28 @@ class Header(NamedTuple):
     signature: int  # operation, dtype and source, as one number: equal on all ranks
     n: int  # elements
     weight: float
-    offset: int  # where the tensor lies in the rank's memory; -1: outside, so that it has to be staged
+    offset: int  # where the tensor lies in the rank's arena; -1: outside, so that it has to be staged
     blob: int  # bytes that travel beside the tensor
 
 
 class SharedCounters:
     """All ranks' regions, as one of them sees them. `words[rank][index]` is a counter."""
 
-    def __init__(self, arena: Arena, size: int) -> None:
-        self.rank, self.size = arena.rank, size
-        counters = 8 * _LINE * (_FIRST_PAIR + 2 * size)
-        start = arena.reserve(counters)
-        assert start == 0, "the board comes first in an arena"
-        self._slots = arena.reserve(_SLOTS * _SLOT)
-        end = self._slots + _SLOTS * _SLOT
-        self._regions = [memoryview(memory)[:end] for memory in arena.maps]
-        self.words = [region[:counters].cast("Q") for region in self._regions]
-        self._own = self.words[self.rank]
+    def __init__(self, rank: int, size: int, memory: GroupMemory) -> None:
+        self.rank, self.size = rank, size
+        layout = memory.layout
+        self._headers = layout.headers
+        self._regions = [memory.table[layout.region(peer)] for peer in range(size)]
+        self.words = [region[: layout.counters].cast("Q") for region in self._regions]
+        self._own = self.words[rank]
 
     def sent(self, target: int) -> int:
         """Index of the counter of chunks that a rank laid out for `target`."""
-        return _LINE * (_FIRST_PAIR + target)
+        return LINE * (FIRST_PAIR + target)
 
     def taken(self, source: int) -> int:
         """Index of the counter of chunks that a rank took from `source`."""
-        return _LINE * (_FIRST_PAIR + self.size + source)
+        return LINE * (FIRST_PAIR + self.size + source)
 
     def raise_to(self, index: int, value: int) -> None:
         """Set one of this rank's counters. What it stands for must be written, and `fence`d, before."""
@@ -110,7 +102,7 @@ class SharedCounters:
         self.words, self._regions = [], []
 
     def _place(self, sequence: int) -> int:
-        return self._slots + sequence % _SLOTS * _SLOT
+        return self._headers + sequence % SLOTS * SLOT
 
 
 class LivenessPipes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -13,25 +15,11 @@ from typing_extensions import override
 from manyhands.data.batch import Collate, digest_of, rows_of, slice_rows
 from manyhands.data.readers.datasets import end_processes, set_epoch
 from manyhands.data.sharding import slice_of
-from manyhands.data.source import BY_OPTION, COMPARED, Loading, Reading, Slice, Slices, Source
+from manyhands.data.source import BY_OPTION, COMPARED, GlobalBatch, Loading, Reading, Slice, Slices, Unsized
 from manyhands.errors import BadInput
 from manyhands.rng import RngScope
 
-
-class Unsized(Source):
-    """Rows without numbers."""
-
-    @override
-    def epoch_rows(self, reading: Reading) -> None:
-        if reading.order is not None:
-            raise BadInput(
-                "order was given, and a stream has no row numbers: shuffle inside the stream, or give data with a "
-                "length"
-            )
-
-    @override
-    def ticks(self, reading: Reading) -> None:
-        return None
+T = TypeVar("T")
 
 
 class Stream(Unsized):
@@ -54,7 +42,7 @@ class Stream(Unsized):
 
     @override
     def slices(self, reading: Reading) -> Slices:
-        return _in_a_process(self, reading) if self.loading.processes else self.read(reading)
+        return _in_a_process(partial(self.read, reading)) if self.loading.processes else self.read(reading)
 
     def read(self, reading: Reading) -> Slices:
         """The slices, read here."""
@@ -75,6 +63,24 @@ class Stream(Unsized):
                 start, stop = slice_of(len(rows), reading.rank, reading.size)
                 batch, digest = self._batch(rows[start:stop], own), _digest(rows, reading, index)
                 yield Slice(batch, stop - start, len(rows), index, reading.rank, digest)
+
+    @override
+    def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
+        chunks = _in_a_process(partial(self.chunks, reading)) if self.loading.processes else self.chunks(reading)
+        with closing(chunks):
+            for index, rows in enumerate(chunks):
+                cut = partial(self._cut, rows, (reading.seed, reading.epoch, index))
+                yield GlobalBatch(len(rows), cut, partial(digest_of, rows))
+
+    def chunks(self, reading: Reading) -> Generator[list[Any], None, None]:
+        """The rows of all global batches, read here."""
+        stream = self._open()
+        set_epoch(stream, reading.epoch)
+        yield from _chunks(stream, reading.batch_size, RngScope((reading.seed, reading.epoch)))
+
+    def _cut(self, rows: list[Any], key: tuple[int, ...], start: int, stop: int) -> Any:
+        """However often it is cut, the stream draws what it would, and so does a collate function."""
+        return self._batch(rows[start:stop], RngScope((*key, start, stop)))
 
     def _batch(self, rows: list[Any], own: RngScope) -> Any:
         if not rows:
@@ -105,6 +111,21 @@ class LoadedStream(Unsized):
 
     @override
     def slices(self, reading: Reading) -> Slices:
+        with closing(self._batches(reading)) as batches:
+            for index, batch in enumerate(batches):
+                if index >= reading.first_tick:
+                    rows = rows_of(batch)
+                    start, stop = slice_of(rows, reading.rank, reading.size)
+                    mine = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
+                    yield Slice(mine, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
+
+    @override
+    def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
+        with closing(self._batches(reading)) as batches:
+            for batch in batches:
+                yield GlobalBatch(rows_of(batch), partial(slice_rows, batch), partial(digest_of, batch))
+
+    def _batches(self, reading: Reading) -> Generator[Any, None, None]:
         set_epoch(self._loader.dataset, reading.epoch)
         own = RngScope((reading.seed, reading.epoch))
         with own:
@@ -116,11 +137,7 @@ class LoadedStream(Unsized):
                 if batch is None:
                     _refuse_empty(index)
                     return
-                if index >= reading.first_tick:
-                    rows = rows_of(batch)
-                    start, stop = slice_of(rows, reading.rank, reading.size)
-                    mine = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-                    yield Slice(mine, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
+                yield batch
         finally:
             end_processes(batches)
 
@@ -151,21 +168,21 @@ def _refuse_empty(batches: int) -> None:
         )
 
 
-def _in_a_process(stream: Stream, reading: Reading) -> Slices:
-    loader = DataLoader(_Slices(stream, reading), batch_size=None, num_workers=1, generator=torch.Generator())
-    slices = iter(loader)
+def _in_a_process(read: Callable[[], Iterator[T]]) -> Generator[T, None, None]:
+    loader = DataLoader(_Items(read), batch_size=None, num_workers=1, generator=torch.Generator())
+    items = iter(loader)
     try:
-        yield from slices
+        yield from items
     finally:
-        end_processes(slices)
+        end_processes(items)
 
 
-class _Slices(IterableDataset[Slice]):
+class _Items(IterableDataset[T]):
     """What a loader process reads for `_in_a_process`."""
 
-    def __init__(self, stream: Stream, reading: Reading) -> None:
-        self._stream, self._reading = stream, reading
+    def __init__(self, read: Callable[[], Iterator[T]]) -> None:
+        self._read = read
 
     @override
-    def __iter__(self) -> Iterator[Slice]:
-        return self._stream.read(self._reading)
+    def __iter__(self) -> Iterator[T]:
+        return self._read()

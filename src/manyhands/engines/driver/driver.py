@@ -20,7 +20,7 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
 from manyhands.engines.driver.run_monitor import Failed, Failure, Hung, ProcessFinished, ProcessStatus, RunMonitor
-from manyhands.engines.faults import Fault
+from manyhands.engines.faults import ORDERLY, Fault
 from manyhands.engines.local.fork_client import import_path
 from manyhands.engines.local.serialization import serialize
 from manyhands.errors import ManyhandsError, WorkerFailed
@@ -30,6 +30,7 @@ from manyhands.transport.frame import FrameError
 
 T = TypeVar("T")
 
+OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 _POLL_S = 0.1
 _EXIT_GRACE_S = 0.5  # between a worker's last message and its exit
 
@@ -50,12 +51,18 @@ class Rendezvous:
         del self._open[meeting]
         return [values[other] for other in process_indices]
 
+    def drop(self) -> list[int]:
+        """End all that are open: whoever waits in one, in vain."""
+        waiting = [process_index for values in self._open.values() for process_index in values]
+        self._open.clear()
+        return waiting
+
 
 @dataclass
 class Driver:
     """Runs one program; afterwards no process and no descriptor of the run is left, however it ended."""
 
-    hosts: Sequence[HostProcesses]
+    hosts: list[HostProcesses]
     spec: LaunchSpec
     clock: Callable[[], float] = time.monotonic
     faults: Sequence[Fault] = ()
@@ -66,11 +73,13 @@ class Driver:
     _rendezvous: Rendezvous = field(default_factory=Rendezvous, init=False)
     _began: float = field(default=0.0, init=False)
     _paused: dict[int, float] = field(default_factory=dict, init=False)  # process -> until when
+    _selector: selectors.BaseSelector = field(init=False, repr=False)
+    _of_lost_hosts: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.monitor = RunMonitor(
-            spec.workers, spec.timeout_s, self.clock(), spec.shards, awaited=spec.awaited, names=spec.name_of
+            spec.workers, spec.timeout_s, self.clock(), spec.shard_processes, awaited=spec.awaited, names=spec.name_of
         )
         self._planned = {str(fault): fault for fault in self.faults}  # what has not happened yet
         self._host_of = {number: host for host in self.hosts for number in host.process_indices}
@@ -86,6 +95,9 @@ class Driver:
             except BaseException:
                 self._end(grace_s=0.0)
                 raise
+        return self._results()
+
+    def _results(self) -> list[Any]:
         return [self._values.get(rank) for rank in range(self.spec.workers)]
 
     def _start(self, program: Any) -> None:
@@ -102,13 +114,20 @@ class Driver:
             "servers": self.spec.shards,
         }
         if self.faults:
-            shared["faults"] = ",".join(str(fault) for fault in self.faults if fault.step is not None)
+            shared["faults"] = self._faults_at_steps()
+        if self.spec.survive is not None:
+            shared["survive"] = self.spec.survive.max_workers or self.spec.workers
+            shared["fixed_members"] = self.spec.fixed_members
         fd = serialize(program, "the program")
         try:
             for host_processes in self.hosts:
                 host_processes.start(shared, fd)
+            self._keep_for_hosts_to_come(shared, fd)
         finally:
             os.close(fd)
+
+    def _keep_for_hosts_to_come(self, shared: dict[str, Any], program: int) -> None:
+        """With what they will be started."""
 
     def _end(self, grace_s: float) -> None:
         """End the processes of all hosts, also when one of them fails; then raise the first error."""
@@ -126,9 +145,9 @@ class Driver:
     def _listen(self) -> None:
         stopped = False
         with selectors.DefaultSelector() as selector:
+            self._selector = selector
             for host_processes in self.hosts:
-                for fd in host_processes.filenos():
-                    selector.register(fd, selectors.EVENT_READ, host_processes)
+                self._listen_to(host_processes)
             while not self._finished():
                 for host_processes in dict.fromkeys(key.data for key, _ in selector.select(_POLL_S)):
                     self._hear(host_processes)
@@ -136,14 +155,21 @@ class Driver:
                 self._tell_observer()
                 stopped = stopped or self._stop()
 
+    def _listen_to(self, host_processes: HostProcesses) -> None:
+        for fd in host_processes.filenos():
+            self._selector.register(fd, selectors.EVENT_READ, host_processes)
+
     def _finished(self) -> bool:
         """Whether all have returned; raises what a failure or a hang calls for."""
         verdict = self.monitor.verdict(self.clock())
         if isinstance(verdict, Failed):
             raise self._error(verdict.failure)
         if isinstance(verdict, Hung):
-            raise self._hung(verdict)
+            self._judge_hang(verdict)
         return isinstance(verdict, ProcessFinished)
+
+    def _judge_hang(self, verdict: Hung) -> None:
+        raise self._hung(verdict)
 
     def _hear(self, host_processes: HostProcesses) -> None:
         for process_index, body in host_processes.receive():
@@ -159,8 +185,8 @@ class Driver:
                     for event in body["events"]:
                         if event["type"] == "fault":
                             self._fired(str(event.get("values", {}).get("fault")))
-            case "lease":
-                self._lease(process_index, Segment(**body["segment"]), body["replica"])
+            case "lease" | "lease_of_push":
+                self._lease(process_index, Segment(**body["segment"]), body["replica"], body.get("push"))
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
                 value = self._observed(self.spec.observer.answer, Event(**body["event"]))
@@ -176,17 +202,24 @@ class Driver:
                 last = None if body["phase"] is None else (body["phase"], body["step"])
                 self.monitor.exited(process_index, body["status"], host_processes.host, now, last, body["detail"])
             case "error":
-                fields = {name: value for name, value in body.items() if name != "type"}
-                if not body["family"]:
-                    place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
-                    fields["message"] = f"{place}: {body['error']}: {body['message']}"
-                self.monitor.raised(Failure(**fields), now)
+                self.monitor.raised(self._error_of(process_index, body), now)
             case "lost":
-                phase, step = body["phase"], body["step"]
-                message = f"the driver lost {self._who(process_index)} in phase {phase} at step {step}: {body['why']}"
-                self.monitor.raised(Failure(rank=process_index, phase=phase, step=step, message=message), now)
+                self._of_lost_hosts.add(process_index)
+                self.monitor.raised(self._loss_of(process_index, body), now)
             case other:
                 raise ManyhandsError(f"{self._who(process_index)} sent a message of unknown type {other!r}")
+
+    def _error_of(self, process_index: int, body: dict[str, Any]) -> Failure:
+        fields = {name: value for name, value in body.items() if name != "type"}
+        if not body["family"]:
+            place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
+            fields["message"] = f"{place}: {body['error']}: {body['message']}"
+        return Failure(**fields)
+
+    def _loss_of(self, process_index: int, body: dict[str, Any]) -> Failure:
+        phase, step = body["phase"], body["step"]
+        message = f"the driver lost {self._who(process_index)} in phase {phase} at step {step}: {body['why']}"
+        return Failure(rank=process_index, phase=phase, step=step, message=message)
 
     def _who(self, process_index: int) -> str:
         """`worker 1 on alpha`"""
@@ -221,23 +254,35 @@ class Driver:
 
     # -- faults that the engine was given ----------------------------------------------------------------------------
 
+    def _faults_at_steps(self) -> str:
+        """Those that processes are to have by themselves, and nobody has had yet."""
+        own = [text for text, fault in self._planned.items() if fault.step is not None and fault.what not in ORDERLY]
+        return ",".join(own)
+
     def _fired(self, text: str) -> None:
         """A fault that was planned happened: to a process, by itself at its step, or from here at a time."""
         fault = self._planned.pop(text, None)
         if fault is not None and fault.what == "pause":
-            self._paused[fault.node] = self.clock() + fault.seconds
+            self._paused[self._struck(fault)] = self.clock() + fault.seconds
+
+    def _struck(self, fault: Fault) -> int:
+        """The process that it befalls."""
+        return fault.node
 
     def _inject_faults(self) -> None:
         """What is due at a time: signals, SIGCONT after a pause too, which is repeated until a heartbeat shows that it arrived."""
         now = self.clock()
         for text, fault in [*self._planned.items()]:
-            known = self.monitor.processes[fault.node]
+            struck = self._struck(fault)
+            if fault.what in ORDERLY or struck not in self.monitor.processes:
+                continue
+            known = self.monitor.processes[struck]
             if fault.time is not None and now - self._began >= fault.time and known.started and not known.done:
                 self._fired(text)
                 self._news.append(
                     Event(type="fault", time_s=now - self._began, step=known.step, values={"fault": text})
                 )
-                self._signal(fault.node, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
+                self._signal(struck, signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
         for process_index, until in [*self._paused.items()]:
             if self.monitor.processes[process_index].last_beat_at > until:
                 del self._paused[process_index]
@@ -254,10 +299,14 @@ class Driver:
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
-    def _lease(self, process_index: int, segment: Segment, replica: int) -> None:
-        self._process_of[replica] = process_index
+    def _lease(self, process_index: int, segment: Segment, replica: int, push: int | None) -> None:
+        asker = replica if push is None else process_index  # ranks change where workers may be lost
+        self._process_of[asker] = process_index
         try:
-            answer = self._leases.take(replica, segment)
+            if push is None:
+                answer = self._leases.take(replica, segment)
+            else:
+                answer = self._leases.take(replica, segment, holder=process_index, push=push)
         except AssertionError as error:
             raise self._out_of_turn(process_index, f"asked for rows out of turn ({error})") from error
         self._leased(process_index, answer)
@@ -292,8 +341,9 @@ class Driver:
         if reason:
             self._leases.stop(reason)
             self._release()
-            for rank in range(self.spec.workers):
-                self._host_of[rank].send(rank, {"type": "stop", "reason": reason})
+            for process_index, host_processes in self._host_of.items():
+                if process_index >= 0:
+                    host_processes.send(process_index, {"type": "stop", "reason": reason})
         if reason == PREEMPTED:
             # A script's own handler may have something to save; the loop of train() ignores the signal.
             for host_processes in self.hosts:
@@ -324,6 +374,9 @@ class Driver:
             error=failure.error,
         )
         error.exit_code = failure.exit_code
+        error.cause = "host" if failure.rank in self._of_lost_hosts else "error" if failure.error else "death"
+        if failure.error in OUT_OF_MEMORY:
+            error.cause = "memory"
         return error
 
     def _hung(self, verdict: Hung) -> WorkerFailed:
@@ -343,9 +396,11 @@ class Driver:
         if not verdict.silent_s:
             message += ". If the work is only slow, give a longer timeout_s (--timeout)"
         rank, detail = status.number, f"{self.monitor.table(now)}\n\n{stacks}"
-        return self._failed(
+        error = self._failed(
             Failure(rank=rank, phase=status.phase, step=status.step, message=f"{message}.", detail=detail)
         )
+        error.cause = "silence" if verdict.silent_s else "hang"
+        return error
 
     def _how_it_hangs(self, verdict: Hung, host_processes: HostProcesses, status: ProcessStatus) -> str:
         name, place = self._who(status.number), f"in phase {status.phase} at step {status.step}"
@@ -368,5 +423,5 @@ class Driver:
             if not self.monitor.is_silent(host_processes.silent_s()):
                 stacks |= host_processes.stacks()
         missing = "(no stack: the process does not answer, or has ended)"
-        numbers = process_indices_of(self.spec.workers, self.spec.shards)
+        numbers = process_indices_of(self.spec.workers, self.spec.shard_processes)
         return "\n\n".join(f"{self.spec.name_of(number)}:\n{stacks.get(number) or missing}" for number in numbers)

@@ -94,6 +94,11 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _positive_seconds(value: Any) -> float:
+    _expect(_seconds(value) > 0, "more than 0 seconds")
+    return float(value)
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
@@ -101,6 +106,18 @@ def _or_none(check: Check) -> Check:
 def _process_indices(value: Any) -> list[int]:
     _expect(isinstance(value, list) and len(value) == len(set(map(_whole, value))), "different process indices")
     return list(value)
+
+
+def _members(value: Any) -> list[list[int]]:
+    """By host; a worker is on one host."""
+    _expect(isinstance(value, list) and all(map(_process_indices, value)), "the ids of each host's members")
+    _process_indices([worker_id for ids in value for worker_id in ids])
+    return list(value)
+
+
+def _names(value: Any) -> list[str]:
+    _expect(isinstance(value, list) and all(map(_is_text, value)), "names")
+    return [_line(name) for name in value]
 
 
 def _segment(value: Any) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def _shared(value: Any) -> dict[str, Any]:
         "a launch",
     )
     _expect(
-        len(_process_indices(value["process_indices"])) > 0 and is_whole(value["size"]),
+        isinstance(_process_indices(value["process_indices"]), list) and is_whole(value["size"]),
         "process indices, and how many workers there are",
     )
     _expect(_is_text(value.get("faults", "")), "faults")
@@ -171,18 +188,28 @@ _KINDS: dict[str, dict[str, Check]] = {
     "beat": {"phase": _line, "step": _count, "idle_s": _seconds, "events": _events},
     "ask": {"event": _event},
     "lease": {"segment": _segment, "replica": _count},
+    "lease_of_push": {"segment": _segment, "replica": _count, "push": _count},
     "arrive": {"name": _line, "process_indices": _process_indices, "value": lambda value: value},
+    "place": {"generation": _whole, "blank": _yes_or_no, "lost": _or_none(_whole)},
+    "connect": {"shard": _count},
+    "connection_closed": {"worker_id": _count, "applied": _count, "tick": _whole},
+    "pushes_of_lost": {"generation": _count},
+    "copied": {"link": _count},
+    "backup_lost": {"link": _count},
     "value": {},
     "error": _FAILURE,
     "exited": {"status": _whole, "phase": _or_none(_line), "step": _or_none(_count), "detail": _lines},
 }
 
 _ORDERS: dict[str, dict[str, Check]] = {
-    "launch": {"host": _line, "shared": _shared, "variables": _texts},
+    "launch": {"host": _line, "shared": _shared, "variables": _texts, "silence_s": _positive_seconds},
     "to_process": {"process_index": _whole, "body": _object},
     "signal": {"number": _count},
     "signal_to": {"number": _count, "process_indices": _process_indices},
+    "start_worker": {"worker_id": _count, "faults": _line},
+    "form": {"generation": _count, "hosts": _members, "names": _names},
     "stacks": {},
     "end": {"grace_s": _seconds},
     "over": {"error": _lines, "preempted": _yes_or_no},
+    "again": {"why": _lines},
 }

@@ -5,15 +5,19 @@ What happened goes in with its time; `verdict(now)`, on which driver.py acts, is
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from manyhands import units
 from manyhands.engines.driver.host_processes import name_of, process_indices_of
 
 WAITING = frozenset({"exchange", "wait"})
 """Phases in which a worker waits for its peers, or a shard for its workers: it is no culprit of a hang."""
+STEPPING = frozenset({"compute", "exchange"})
+"""Phases of a worker whose step is the number of the steps that it has made."""
 COMPILING = "compile"
 """A compiler is at work: counts as progress as long as heartbeats come."""
 USER = "user"
@@ -108,6 +112,15 @@ class RunMonitor:
         self.generation = 0
         self._returned_at = now  # the last worker that did
         self._failures: list[tuple[float, Failure]] = []
+
+    def added(self, process_index: int, now: float) -> None:
+        """Another process of this index is about to start."""
+        self.processes[process_index] = ProcessStatus(process_index, now, now)
+        self._returned.discard(process_index)
+
+    def left(self, process_index: int) -> None:
+        """The run goes on without it."""
+        self.processes[process_index].done = True
 
     def started(self, process_index: int, now: float) -> None:
         """Its process is there: its deadline begins."""
@@ -251,3 +264,9 @@ def how_it_ended(status: int) -> str:
         name = "unnamed"
     hint = "; if nobody killed it, the machine may be out of memory" if name == "SIGKILL" else ""
     return f"was killed by signal {-status} ({name}{hint})"
+
+
+def line_of(traceback: str) -> str:
+    """`train.py:31`: where an exception was raised, by the text of its traceback; "" where it does not say."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', traceback)
+    return f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from manyhands.engines.base import check_count, check_seconds
+from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.message_checks import order
 from manyhands.engines.driver.run_monitor import Failure
@@ -44,6 +45,7 @@ from manyhands.units import count
 LOG = logging.getLogger("manyhands")
 
 _POLL_S = 0.2
+_AGAIN_S = 2.0  # of each try to connect once more
 _IMPORTS = ("ModuleNotFoundError", "ImportError")
 
 
@@ -79,6 +81,9 @@ def join(
 ) -> None:
     """Give workers to the run at `offer.address`, until it is over; then nothing of it is left on this host.
 
+    Where the connection to the driver is lost, of a run that goes on without this host or that may start again, this
+    host's workers are ended, and it connects again, for `offer.wait_s` at most.
+
     say: gets a line where there is news for the user. spawner: a fork server that was started for this; it is closed.
     secret: the run's; None: in the file that MANYHANDS_CREDENTIALS names.
     Raises ManyhandsError with the driver's reason where it refuses, and with the run's error where it fails; Preempted
@@ -86,14 +91,19 @@ def join(
     """
     if sys.platform != "linux":
         raise BadInput(f"joining a run needs Linux, this is {sys.platform}: on Windows use WSL2")
-    secret = secret or _secret(offer)
-    with room_for_descriptors(4 * offer.workers + 16):
-        spawner = spawner or Spawner()  # it loads torch while we look for the driver
-        try:
-            agent = Agent(offer, secret, spawner, say)
-            agent.serve(MessageChannel(_connected(offer, secret), agent.memory_for))
-        finally:
-            spawner.close()
+    secret, before = secret or _secret(offer), None
+    with room_for_descriptors(8 * offer.workers + 16):
+        while True:
+            spawner = spawner or Spawner()  # it loads torch while we look for the driver
+            try:
+                agent = Agent(offer, secret, spawner, say)
+                agent.serve(MessageChannel(_connected(offer, secret, before), agent.memory_for))
+            finally:
+                spawner.close()
+            if not agent.comes_back:
+                return
+            say(f"{agent.comes_back}. This host connects again, for up to {offer.wait_s:.0f} s")
+            spawner, before = None, agent
 
 
 def _secret(offer: Join) -> Secret:
@@ -113,11 +123,11 @@ def _secret(offer: Join) -> Secret:
     return Secret.load(path, tls=offer.tls)
 
 
-def _connected(offer: Join, secret: Secret) -> Channel:
-    """A channel to the driver, once it listens and has accepted this host."""
+def _connected(offer: Join, secret: Secret, before: Agent | None) -> Channel:
+    """A channel to the driver, once it listens and has accepted this host. before: whose connection was lost."""
     deadline = time.monotonic() + offer.wait_s
     while True:
-        timeout_s = min(SILENCE_S, max(0.1, deadline - time.monotonic()))
+        timeout_s = min(SILENCE_S if before is None else _AGAIN_S, max(0.1, deadline - time.monotonic()))
         try:
             return connect(
                 parse_address(offer.address),
@@ -127,8 +137,12 @@ def _connected(offer: Join, secret: Secret) -> Channel:
                 timeout_s=timeout_s,
             )
         except ChannelClosed as error:
-            raise JoinError(str(error)) from error
+            raise JoinError(str(error) if before is None else f"{before.comes_back}; {error}") from error
         except ChannelTimeout as error:
+            if before is not None and not before.starts_again and isinstance(error.__cause__, ConnectionRefusedError):
+                raise JoinError(f"{before.comes_back}, and no run listens there any more") from error
+            if time.monotonic() >= deadline and before is not None:
+                raise JoinError(f"{before.comes_back}, and within {offer.wait_s:.0f} s {error}") from error
             if time.monotonic() >= deadline:
                 raise JoinError(
                     f"no run took this host's workers within {offer.wait_s:.0f} s: {error} Or did the run begin "
@@ -155,6 +169,9 @@ class Agent:
     _warned: bool = False
     _over: str | None = field(default=None)  # how the run ended, "" is well
     _stopped: bool = False  # it was asked to end (SIGTERM), wherever that was
+    _goes_on: bool = False  # the run goes on without this host
+    starts_again: bool = False  # the run may start again, also after its driver's death
+    comes_back: str = ""  # why this host is to connect once more
 
     def memory_for(self, body: dict[str, Any], nbytes: int) -> Tensor:
         """The program arrives in the file from which the workers map it."""
@@ -175,7 +192,7 @@ class Agent:
         )
         try:
             with sigterm_to(self._ask_to_end):
-                while self._over is None:
+                while self._over is None and not self.comes_back:
                     self._turn()
         finally:
             if self._processes is not None:
@@ -183,9 +200,13 @@ class Agent:
             post.close()
             if self._program >= 0:
                 os.close(self._program)
+        if self.comes_back:
+            return
         if self._over and not self._stopped:
             raise ManyhandsError(f"the run at {self.offer.address} failed: {self._over}")
         if self._preempted or self._stopped:
+            if self._preempted and self._goes_on:
+                raise Preempted(f"this host was asked to end (SIGTERM) and has left the run at {self.offer.address}")
             who = "this host" if self._preempted else "the run"
             raise Preempted(
                 f"{who} was asked to end (SIGTERM), and the run at {self.offer.address} stopped: {self._over or 'it can be resumed'}"
@@ -217,7 +238,12 @@ class Agent:
         if self._preempted and not self._warned:
             self._warned = True
             self._send({"type": "preempted"})
-        if self._post.lost and self._over is None:
+        if not self._post.lost or self._over is not None or self.comes_back:
+            return
+        if not self._preempted and (self._goes_on or self.starts_again):
+            ended = ": this host's workers were ended" if self._running else ""
+            self.comes_back = f"the driver at {self.offer.address} is gone ({self._post.lost}){ended}"
+        else:
             raise ManyhandsError(
                 f"the driver at {self.offer.address} is gone ({self._post.lost}): this host's workers were ended"
                 if self._running
@@ -230,9 +256,12 @@ class Agent:
             body = order(message.body)
             match body["type"]:
                 case "launch":
+                    self._post.set_silence(body["silence_s"])
                     self._launch(body)
                 case "end":
                     self._end(body["grace_s"])
+                case "again":
+                    self.comes_back = f"the run at {self.offer.address} starts again ({body['why']})"
                 case "over":
                     self._over, self._stopped = body["error"], body["preempted"]
                 case _ if self._processes is not None and self._running:
@@ -254,22 +283,43 @@ class Agent:
                 host_processes.signal(body["number"])
             case "signal_to":
                 host_processes.signal(body["number"], body["process_indices"])
+            case "start_worker":
+                host_processes.start_worker(body["worker_id"], body["faults"])
+            case "form":
+                self._form(host_processes, body)
             case "stacks":
                 # JSON's keys are strings
                 stacks = {str(process_index): stack for process_index, stack in host_processes.stacks().items()}
                 where = {str(process_index): place for process_index, place in host_processes.where().items()}
                 self._send({"type": "stacks", "stacks": stacks, "where": where})
 
+    def _form(self, host_processes: LocalProcesses, body: dict[str, Any]) -> None:
+        names, hosts = body["names"], body["hosts"]
+        if len(names) != len(hosts):
+            raise FrameError(f"a group on {len(hosts)} hosts, with {len(names)} names")
+        here = [i for name, ids in zip(names, hosts, strict=True) if name == host_processes.host for i in ids]
+        if strangers := set(here) - set(host_processes.process_indices):
+            raise FrameError(
+                f"a group of processes {strangers} on this host; here are {host_processes.process_indices}"
+            )
+        host_processes.form(body["generation"], hosts, names)
+
     def _launch(self, body: dict[str, Any]) -> None:
         if self._processes is not None or self._program < 0:
             raise FrameError("a second launch" if self._processes is not None else "a launch without a program")
         shared = body["shared"]
+        self._goes_on, self.starts_again = bool(shared.get("survive")), bool(shared.pop("restarts", False))
         process_indices = shared["process_indices"]
         ranks = [process_index for process_index in process_indices if process_index >= 0]
-        self.say(
-            f"the run begins. Its workers on this host (by rank, of 0 to {shared['size'] - 1}): "
-            f"{', '.join(map(str, ranks)) or 'none'}"
-        )
+        threads = shared["threads"] or self.offer.threads
+        if not process_indices:
+            self.say("the run is under way. This host takes a free place, or the next one that is")
+            threads = threads or threads_per_worker(self.offer.workers)
+        else:
+            self.say(
+                f"the run begins. Its workers on this host (by rank, of 0 to {shared['size'] - 1}): "
+                f"{', '.join(map(str, ranks)) or 'none'}"
+            )
         network = Network(  # the driver's view of who is where, with this host's own address and key
             hosts=shared["network"]["hosts"],
             names=shared["network"]["names"],
@@ -284,7 +334,7 @@ class Agent:
         )
         self._running = True
         own = {
-            "threads": shared["threads"] or self.offer.threads,
+            "threads": threads,
             "path": list(dict.fromkeys([os.getcwd(), *import_path()])),
             "folder": os.getcwd(),
             "environment": {**os.environ, **self.offer.variables, **body["variables"]},

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Observer
+from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.driver.host_processes import Entrance, HostProcesses
 from manyhands.engines.hosts.message_channel import MessageChannel
 from manyhands.engines.hosts.processes import RemoteProcesses
-from manyhands.engines.hosts.roster import Offer, Roster
-from manyhands.errors import ManyhandsError, Preempted
+from manyhands.engines.hosts.roster import Offer, Roster, free_name, refusal
+from manyhands.errors import ManyhandsError, Preempted, WorkerFailed
 from manyhands.events import Event
 from manyhands.signals import PREEMPTED
 from manyhands.transport.channel import ChannelTimeout
 from manyhands.transport.frame import FrameError
 from manyhands.transport.listener import Listener
+from manyhands.units import count
 
 _POLL_S = 0.1
+
+
+@dataclass
+class KeptHosts:
+    """The hosts of a launch that failed, of a run that may start again."""
+
+    hosts: list[RemoteProcesses] = field(default_factory=list)
+    why: str = ""
+
+    def call_again(self) -> None:
+        """There is another launch."""
+        while self.hosts:
+            self.hosts.pop().come_again(self.why)
+
+    def release(self) -> None:
+        """There is none."""
+        while self.hosts:
+            self.hosts.pop().leave(self.why)
 
 
 @dataclass
@@ -34,6 +54,7 @@ class JoinedHosts:
     log: str = "see what `manyhands join` printed there"
     hosts: list[RemoteProcesses] = field(default_factory=list)
     stopped: Callable[[], str] = str
+    kept: KeptHosts | None = None
 
     def __enter__(self) -> JoinedHosts:
         return self
@@ -41,6 +62,10 @@ class JoinedHosts:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         text = "" if error is None else (str(error).strip() or type(error).__name__).splitlines()[0][:500]
         preempted = isinstance(error, Preempted) or (error is None and self.stopped() == PREEMPTED)
+        if self.kept is not None and isinstance(error, WorkerFailed) and not error.final:
+            self.kept.hosts += self.hosts
+            self.kept.why = text
+            return
         for host_processes in self.hosts:
             host_processes.leave(text, preempted)
 
@@ -95,7 +120,7 @@ class JoinListener:
         except ChannelTimeout:  # its hello has not come yet
             return
         host = self.roster.name_of(fields)
-        self.roster.offers.append(Offer(host, fields["workers"], fields["order"]))
+        self.roster.offers.append(Offer(host, min(fields["workers"], self.roster.missing), fields["order"]))
         self.joined_hosts.hosts.append(RemoteProcesses(MessageChannel(channel), host, self.joined_hosts.log))
         self.say(self.roster.text())
 
@@ -115,12 +140,44 @@ class JoinListener:
 
 
 @dataclass
+class HostEntrance(Entrance):
+    """Lets hosts in while a run goes on whose members may change."""
+
+    listener: Listener
+    joined_hosts: JoinedHosts
+    spec: LaunchSpec
+    network: dict[str, Any]  # of the run's hosts at its start
+    say: Callable[[str], None]
+
+    @override
+    def admit(self, names: Collection[str]) -> tuple[HostProcesses, int] | None:
+        try:
+            channel, fields = self.listener.accept(self._name, timeout_s=0.0)
+        except ChannelTimeout:
+            return None
+        name = free_name(Roster.name_of(fields), names)
+        host_processes = RemoteProcesses(MessageChannel(channel), name, self.joined_hosts.log)
+        assert self.spec.survive is not None
+        host_processes.silence_s, host_processes.restarts = self.spec.survive.silence_s, self.spec.restarts
+        host_processes.assign([], name, self.network)
+        self.joined_hosts.hosts.append(host_processes)
+        self.say(f"{name} has joined with {count(fields['workers'], 'worker')}")
+        return host_processes, fields["workers"]
+
+    def _name(self, fields: dict[str, Any]) -> str:
+        if reason := refusal(fields):
+            raise FrameError(reason)
+        return f"host {Roster.name_of(fields)}"
+
+
+@dataclass
 class Listening(Observer):
-    """The caller's observer; SIGTERM at a joined host stops the run as SIGTERM here does."""
+    """The caller's observer; SIGTERM at a joined host stops the run as SIGTERM here does, unless hosts may leave it."""
 
     observer: Observer
     hosts: Sequence[RemoteProcesses]
     warning: str = ""  # goes behind the run's first event
+    hosts_may_leave: bool = False
 
     @override
     def event(self, event: Event) -> None:
@@ -135,6 +192,5 @@ class Listening(Observer):
 
     @override
     def stopping(self) -> str:
-        return self.observer.stopping() or (
-            PREEMPTED if any(host_processes.preempted for host_processes in self.hosts) else ""
-        )
+        asked = not self.hosts_may_leave and any(host_processes.preempted for host_processes in self.hosts)
+        return self.observer.stopping() or (PREEMPTED if asked else "")

@@ -93,6 +93,16 @@ class MessageChannel:
         for thread in self._threads:
             thread.start()
 
+    def set_silence(self, silence_s: float) -> None:
+        """The other end is gone when it sends nothing for so long, more than ALIVE_S."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self.channel.set_timeout(silence_s)
+
+    def hang_up(self, why: str) -> None:
+        """Nothing goes either way any more; the descriptor stays until `close`. From the thread that receives."""
+        self.lost = self.lost or why
+        self.channel.close()
+
     def fileno(self) -> int:
         """Readable while `receive` has something."""
         return self._bell
@@ -170,7 +180,8 @@ class MessageChannel:
                 if message.body["type"] != "alive":
                     self._ring(message)
         except ChannelTimeout:
-            self._ring(f"nothing came for {SILENCE_S:.0f} s")
+            self.channel.close()  # should the other end come back, it finds that it was given up
+            self._ring(f"nothing came for {self.channel.timeout_s:g} s")
         except ChannelClosed as error:
             self._ring(str(error) or "the connection was closed")
         except Exception as error:  # noqa: BLE001 - else this thread would end, and nobody notice that the other host is gone

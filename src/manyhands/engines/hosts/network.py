@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,14 @@ class Network:
         """[host, port] by which others reach it."""
         return [self.advertise or listener.address[0], listener.address[1]]
 
-    def listener(self, timeout_s: float) -> Listener:
-        """Of this host; timeout_s is of the channels that it gives."""
+    def listener(self, timeout_s: float, generation: int = 0) -> Listener:
+        """Of this host; timeout_s is of the channels that it gives. Who comes from an older generation is refused."""
         return Listener(
             self.listen,
             **self.secret.proof,
             ports=self.ports,
             plain_network=self.plain_network,
+            generation=generation,
             timeout_s=timeout_s,
         )
 
@@ -108,6 +110,10 @@ def ports_of(text: str) -> tuple[int, int] | None:
     return first, last
 
 
+_REACH_S = 5.0
+"""A primary that cannot be reached for so long is asked for again: the driver may know of another one."""
+
+
 # -- of a process ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +136,25 @@ def shard_channel(place: ProcessPlace, driver: ProcessDriverClient, shard: int) 
     sock = connect((host, port), greeting, **network.secret.proof, peer=peer, timeout_s=connect_s(place)).detach()
     os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open
     return Channel(sock, peer=peer, timeout_s=last_resort_s(place))
+
+
+def copy_listener(place: ProcessPlace, driver: ProcessDriverClient) -> Listener:
+    """Where members may change: the driver says to workers of other hosts where this copy of a shard listens."""
+    network = network_of(place)
+    listener = network.listener(last_resort_s(place))
+    driver.say({"type": "listens", "address": network.address_of(listener)})
+    return listener
+
+
+def reach_shard(place: ProcessPlace, shard: int, answer: dict[str, Any]) -> Channel:
+    """Connect to the primary that the driver names. ChannelClosed or ChannelTimeout where it is not there any more."""
+    network, (host, port) = network_of(place), answer["address"]
+    greeting = hello(place.process_index, shard, place.servers, socket.gethostname())
+    greeting["process"] = answer["process"]
+    peer = f"{name_of(shard_of(shard))} on {network.names[0]}"
+    sock = connect((host, port), greeting, **network.secret.proof, peer=peer, timeout_s=_REACH_S).detach()
+    os.register_at_fork(after_in_child=sock.close)  # a loader's process must not keep the connection open
+    return Channel(sock, peer=peer, timeout_s=last_resort_s(place), generation=answer["process"])
 
 
 def network_of(place: ProcessPlace) -> Network:

@@ -1,7 +1,7 @@
 """The processes of another host, as the driver sees them: an agent there (`manyhands join`) starts them.
 
-Messages over a channel to the agent: launch (with the program), to_process, signal, signal_to, stacks, end, over. From it:
-from_process, stacks, idle (everything of the run is gone there), preempted (asked to end), failed (no fork server).
+Messages over a channel to the agent: launch (with the program), to_process, signal, signal_to, start_worker, form, stacks,
+end, over, again. From it: from_process, stacks, idle (everything of the run is gone there), preempted (asked to end), failed (no fork server).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from manyhands.engines.driver.host_processes import HostProcesses, name_of
 from manyhands.engines.driver.message_checks import checked
-from manyhands.engines.hosts.message_channel import ALIVE_S, HostMessage, MessageChannel
+from manyhands.engines.hosts.message_channel import ALIVE_S, SILENCE_S, HostMessage, MessageChannel
 from manyhands.engines.hosts.plain_values import decode
 from manyhands.errors import ManyhandsError, WorkerFailed, is_whole
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
@@ -47,6 +47,8 @@ class RemoteProcesses(HostProcesses):
         self.host, self._log = host, log
         self.process_indices: list[int] = []  # when all hosts are there
         self.preempted = False
+        self.silence_s = SILENCE_S  # after which either end gives the other up, once the run has begun
+        self.restarts = False  # whether the run may start again: then this host comes again, too
         self.network: dict[str, Any] = {}
         self._post = post
         self._received: list[tuple[int, dict[str, Any]]] = []
@@ -59,8 +61,17 @@ class RemoteProcesses(HostProcesses):
         """The program goes through this process's memory as it lies in its file: nothing is unpickled or copied."""
         body = {name: value for name, value in shared.items() if name not in OWN}
         body |= {"process_indices": self.process_indices, "network": self.network}
+        if self.restarts:
+            body["restarts"] = True
+        self._post.set_silence(self.silence_s)
         variables = {name: os.environ[name] for name in os.environ if name.startswith(PREFIX) and name != VARIABLE}
-        launch = {"type": "launch", "host": self.host, "shared": body, "variables": variables}
+        launch = {
+            "type": "launch",
+            "host": self.host,
+            "shared": body,
+            "variables": variables,
+            "silence_s": self.silence_s,
+        }
         # a private view of the program's file; the tensor holds the mapping
         memory = mmap.mmap(program, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._send(launch, [torch.frombuffer(memory, dtype=torch.uint8)])
@@ -125,6 +136,24 @@ class RemoteProcesses(HostProcesses):
             self._send({"type": "signal_to", "number": number, "process_indices": list(process_indices)})
 
     @override
+    def start_worker(self, worker_id: int, faults: str) -> None:
+        if worker_id not in self.process_indices:
+            self.process_indices.append(worker_id)
+        self._where.pop(worker_id, None)
+        self._send({"type": "start_worker", "worker_id": worker_id, "faults": faults})
+
+    @override
+    def form(self, generation: int, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        self._send({"type": "form", "generation": generation, "hosts": list(map(list, hosts)), "names": list(names)})
+
+    @override
+    def abandon(self, why: str) -> bool:
+        """The agent is told why, and ends what it has."""
+        self._send({"type": "over", "error": why, "preempted": False})
+        self._post.hang_up(why)
+        return True
+
+    @override
     def stacks(self) -> dict[int, str]:
         self._send({"type": "stacks"})
         answer = self._wait_for("stacks", _STACKS_S)
@@ -161,6 +190,20 @@ class RemoteProcesses(HostProcesses):
                 self.host,
                 self._post.lost or f"nothing came for {self.silent_s():.0f} s",
             )
+
+    @property
+    def lost(self) -> str:  # type: ignore[override]
+        return self._post.lost
+
+    @override
+    def dismiss(self) -> None:
+        self._ended = True
+        self.leave("", preempted=True)
+
+    def come_again(self, why: str) -> None:
+        """The run starts again: it ends what it has, and connects once more. Hang up."""
+        self._send({"type": "again", "why": why})
+        self._post.close()
 
     def leave(self, error: str, preempted: bool = False) -> None:
         """Say how the run ended ("": well; preempted: it stopped where it can be resumed), and hang up. Idempotent."""

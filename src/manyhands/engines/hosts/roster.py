@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 from manyhands.engines.cores import usable_cores
@@ -51,6 +53,7 @@ class Roster:
 
     workers: int  # of the whole run
     offers: list[Offer] = field(default_factory=list)
+    takes_part_of_offers: bool = False  # where members may change: a host that offers more than are missing gives those
 
     @property
     def missing(self) -> int:
@@ -62,21 +65,12 @@ class Roster:
         return printable(fields["host"], 64)
 
     def refusal(self, fields: dict[str, Any]) -> str:
-        """Why whoever says this hello cannot join, or "" """
-        if fields.get("purpose") != JOIN or not isinstance(fields.get("host"), str) or not fields["host"]:
-            return "this is the driver of a run, and only `manyhands join` can connect to it"
-        if not is_whole(fields.get("workers")):
-            return f"a host must join with at least one worker, not {fields.get('workers')!r}"
-        if not is_whole(fields.get("order"), least=0):
-            return f"a host's place in the order must be a whole number, not {fields.get('order')!r}"
-        if fields.get("versions") != versions():
-            return (
-                f"versions differ: the driver has {listed(versions())}, and this host has "
-                f"{listed(fields.get('versions'))}. Install the same versions"
-            )
+        """Why whoever says this hello cannot join before the run begins, or "" """
+        if reason := refusal(fields):
+            return reason
         if not self.missing:
             return f"this run has all of its workers already ({self.workers}), so no more hosts can join"
-        if fields["workers"] > self.missing:
+        if fields["workers"] > self.missing and not self.takes_part_of_offers:
             return (
                 f"this run needs {self.missing} more of its {self.workers} workers, and this host offers "
                 f"{fields['workers']}: join with --workers {self.missing}"
@@ -100,6 +94,28 @@ class Roster:
         """`workers that are here: 2 of 4 (alpha 2)`"""
         who = ", ".join(f"{name} {offer.workers}" for name, offer in zip(self.names(), self.offers, strict=True))
         return f"workers that are here: {self.workers - self.missing} of {self.workers}{f' ({who})' if who else ''}"
+
+
+def refusal(fields: dict[str, Any]) -> str:
+    """Why whoever says this hello cannot join any run of this program, or "" """
+    if fields.get("purpose") != JOIN or not isinstance(fields.get("host"), str) or not fields["host"]:
+        return "this is the driver of a run, and only `manyhands join` can connect to it"
+    if not is_whole(fields.get("workers")):
+        return f"a host must join with at least one worker, not {fields.get('workers')!r}"
+    if not is_whole(fields.get("order"), least=0):
+        return f"a host's place in the order must be a whole number, not {fields.get('order')!r}"
+    if fields.get("versions") != versions():
+        return (
+            f"versions differ: the driver has {listed(versions())}, and this host has "
+            f"{listed(fields.get('versions'))}. Install the same versions"
+        )
+    return ""
+
+
+def free_name(own: str, names: Collection[str]) -> str:
+    """What messages call a host that joins those of these names: its own name, numbered where that is taken."""
+    taken = {own, *names} if any(name.startswith(f"{own} (") for name in names) else set(names)
+    return own if own not in taken else next(name for i in count(2) if (name := f"{own} ({i})") not in taken)
 
 
 def listed(found: Any) -> str:

@@ -9,28 +9,40 @@ import os
 import signal
 import socket
 import sys
+import time
 from bdb import BdbQuit
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manyhands.comm.shared_memory.memory import Arena
+from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
+from manyhands.engines.driver.membership import RECONNECT_S
 from manyhands.engines.driver.run_monitor import Failure
-from manyhands.engines.faults import Faults
-from manyhands.engines.local.fault_injector import FaultInjector
-from manyhands.engines.local.heartbeat import ProcessDriverClient
+from manyhands.engines.fault_injector import FaultInjector, install
+from manyhands.engines.faults import OF_A_STEP, Fault, Faults
+from manyhands.engines.local.heartbeat import BrokenOff, PlaceInGroup, ProcessDriverClient
 from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, connect_s, last_resort_s
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.make_group import Topology, make_group
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
+from manyhands.events import Event
 from manyhands.server.base import Server, ServerSpec
 from manyhands.server.client import ServedServer
+from manyhands.server.replication.copy_host import Orders, serve_copy
 from manyhands.server.shard_host import serve
 from manyhands.signals import note_sigterm
-from manyhands.transport.channel import Channel
-from manyhands.worker import Worker, set_current
+from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
+from manyhands.worker import FormedGroup, Mesh, Worker, set_current
+
+if TYPE_CHECKING:  # it loads TLS, which most runs do not need
+    from manyhands.engines.hosts.network import Network
 
 
 def run(place: ProcessPlace) -> int:
@@ -94,13 +106,22 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
         from manyhands.engines.hosts.network import network_of  # loads TLS, which most runs do not need
 
         network = network_of(place)
+    members: dict[str, Any]
+    if place.survive:
+        members = _joining(place, driver, topology, network)
+        if place.fixed_members:
+            members = _joined(members["form"])
+    else:
+        members = {
+            "group": make_group(topology, driver.rendezvous, memory=(place.memory, place.lifelines), network=network),
+            "subgroup": lambda some: make_group(topology.of(some), driver.rendezvous, network=network),
+        }
     worker = Worker(
         rank=place.process_index,
         size=place.size,
         host=socket.gethostname(),
         device=device,
-        group=make_group(topology, driver.rendezvous, memory=(place.memory, place.lifelines), network=network),
-        subgroup=lambda members: make_group(topology.of(members), driver.rendezvous, network=network),
+        **members,
         server=_server(place, driver),
         driver=driver,
         threads=place.threads,
@@ -110,9 +131,76 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     set_current(worker)
     own = [fault for fault in Faults.parse(place.faults).planned if fault.node == worker.rank]
     if own:
-        driver.injector = FaultInjector(own, driver.report)
-        driver.injector.watch(worker)
+        driver.injector = FaultInjector(own, partial(_strike, driver))
+        driver.injector.watch(worker.group, worker.server)
+        install(own, lambda: driver.injector)
     return worker
+
+
+def _strike(driver: ProcessDriverClient, fault: Fault, step: int) -> None:
+    """The driver knows before this process ends. A stopped process goes on where it is when the driver sends SIGCONT."""
+    values = {"fault": str(fault)}
+    driver.report(Event(type="fault", time_s=time.perf_counter(), rank=fault.node, step=step, values=values))
+    if fault.what not in OF_A_STEP:
+        os.kill(os.getpid(), signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
+
+
+def _joining(
+    place: ProcessPlace, driver: ProcessDriverClient, alone: Topology, network: Network | None
+) -> dict[str, Any]:
+    """The fields of a Worker that begins alone and joins groups: its vectors lie in memory that all of them map."""
+    arena, generation = Arena(place.arena), -1
+    os.close(place.arena)
+
+    def form(blank: bool, lost: int | None) -> FormedGroup | None:
+        """A peer that dies meanwhile, or cannot be reached, is the driver's to judge: this worker asks again, as a member
+        of what was not formed."""
+        nonlocal generation
+        while (found := driver.wait_for_place(generation, blank, lost)) is not None:
+            generation, lost = found.generation, None
+            connect_s = min(alone.connect_s, RECONNECT_S)
+            topology = replace(alone, hosts=found.hosts, names=found.names, generation=generation, connect_s=connect_s)
+            try:
+                return made(topology, found)
+            except PeerLost as error:
+                lost = error.rank
+            except BrokenOff:
+                pass
+        return None
+
+    def made(topology: Topology, found: PlaceInGroup) -> FormedGroup:
+        def meet(name: str, ranks: Sequence[int], value: Any) -> list[Any]:
+            return driver.rendezvous(f"{name} {topology.generation}", ranks, value)
+
+        def check() -> None:
+            driver.check(topology.generation)
+
+        try:
+            group = make_group(topology, meet, memory=found.memory, network=network, arena=arena, check=check)
+        except (PeerLost, BrokenOff):
+            found.close()
+            raise
+        try:
+            driver.formed(topology.generation, group)
+        except BrokenOff:
+            group.close()
+            raise
+        if driver.injector is not None:
+            driver.injector.watch(group)
+        return FormedGroup(generation=topology.generation, worker_ids=topology.members, group=group)
+
+    # until it has joined, rows are dealt as if it were one of those with whom the run began
+    own = SoloGroup(arena)
+    mesh = Mesh(world=own, data=own, rows=(place.process_index % place.size, place.size))
+    return {"group": own, "mesh": mesh, "form": form, "generation": generation, "worker_id": place.process_index}
+
+
+def _joined(form: Callable[[bool, int | None], FormedGroup | None]) -> dict[str, Any]:
+    """The fields of a Worker whose group of all lasts as long as the run: it need not know that others can change."""
+    formed = form(True, None)
+    if formed is None:
+        raise ManyhandsError("the run was over before this worker had begun")
+    return {"group": formed.group, "generation": formed.generation}
 
 
 def _topology(place: ProcessPlace, device: torch.device) -> Topology:
@@ -144,6 +232,9 @@ def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
         from manyhands.engines.hosts.network import network_of
 
         hosts = network_of(place).host_names
+    if place.survive:
+        hosts = [*hosts, *["its host"] * (place.survive - len(hosts))]  # further ones may join
+        return _server_of_views(place, driver, hosts)
     for shard in range(place.servers):
         if shard not in place.channels:
             from manyhands.engines.hosts.network import shard_channel
@@ -152,6 +243,25 @@ def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
         else:
             channels.append(_channel(place, place.channels[shard], shard_of(shard)))
     return ServedServer(ServerSpec(**place.server), channels, hosts=hosts)
+
+
+def _server_of_views(place: ProcessPlace, driver: ProcessDriverClient, hosts: Sequence[str]) -> Server:
+    """Where members may change the driver makes the connections, a new one where a shard's primary is another process."""
+    assert place.server is not None
+
+    def connect(shard: int) -> Channel:
+        while True:
+            answer, fd = driver.connect_shard(shard)
+            if fd >= 0:
+                channel = _channel(place, fd, shard_of(shard))
+                channel.generation = answer["process"]
+                return channel
+            from manyhands.engines.hosts.network import reach_shard
+
+            with suppress(ChannelClosed, ChannelTimeout):  # the driver hears of its end, and names another one
+                return reach_shard(place, shard, answer)
+
+    return ServedServer(ServerSpec(**place.server), connect=connect, shards=place.servers, hosts=hosts)
 
 
 def _channel(place: ProcessPlace, fd: int, peer: int) -> Channel:
@@ -167,12 +277,32 @@ def _channel(place: ProcessPlace, fd: int, peer: int) -> Channel:
 def _serve(place: ProcessPlace, driver: ProcessDriverClient) -> None:
     """Until every worker has left, or is gone."""
     prepare_process(place.stacks, threads=1)  # a push is one pass over memory: the cores are the workers'
+    assert place.server is not None
+    if place.survive:
+        assert driver.orders is not None
+        listener = None
+        if place.network is not None:
+            from manyhands.engines.hosts.network import copy_listener
+
+            listener = copy_listener(place, driver)
+        serve_copy(
+            ServerSpec(**place.server),
+            shard=shard_of(place.process_index) % place.servers,
+            workers=place.survive,
+            process_index=place.process_index,
+            orders=driver.orders,
+            channel=lambda fd, peer: _channel(place, fd, peer),
+            listener=listener,
+            report=driver.say,
+            timeout_s=last_resort_s(place),
+            progress=driver.progress,
+        )
+        return
     listener = None
     if place.network is not None:
         from manyhands.engines.hosts.network import shard_listener
 
         listener = shard_listener(place, driver)
-    assert place.server is not None
     serve(
         ServerSpec(**place.server),
         shard=shard_of(place.process_index),
@@ -198,6 +328,8 @@ def open_driver_client(place: ProcessPlace) -> ProcessDriverClient:
         process_index=place.process_index,
     )
     os.close(place.status)
+    if place.survive and place.process_index < 0:
+        driver.orders = Orders()
     driver.start()
     return driver
 

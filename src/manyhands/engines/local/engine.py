@@ -57,7 +57,7 @@ class Local(Engine):
     """What goes wrong, to try out what a run then does: kill=2@step:100,pause=1@2.5s+3 … send real signals."""
 
     name: ClassVar[str] = "local"
-    capabilities: ClassVar[Capabilities] = Capabilities(one_host=True, serves=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(one_host=True, serves=True, survives=True, copies=True)
     _slot: _Slot = field(default_factory=_Slot, init=False, repr=False, compare=False)
 
     @override
@@ -90,33 +90,43 @@ class Local(Engine):
     @override
     def check(self, spec: LaunchSpec) -> None:
         check_counts(spec)
-        instead = "give apart=true, or several workers" if spec.workers == 1 and not self.apart else ""
-        Faults.of(self.faults).check_real(self.name, spec.workers, spec.shards, instead)
+        instead = "give apart=true, or several workers" if self._in_this_process(spec) else ""
+        Faults.of(self.faults).check_real(self.name, spec, instead)
+
+    def _in_this_process(self, spec: LaunchSpec) -> bool:
+        return spec.workers == 1 and not self.apart and spec.survive is None and not spec.restarts
 
     @override
     def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
         self.check(spec)
-        if spec.workers > 1 and sys.platform != "linux":
+        if not self._in_this_process(spec) and sys.platform != "linux":
             raise Unsupported(
                 f"several workers need Linux, this is {sys.platform}: on Windows use WSL2, or give workers=1"
             )
-        if spec.workers == 1 and not self.apart:
+        if self._in_this_process(spec):
             from manyhands.engines.single_process import run_here
 
             if not self._slot.keep:
                 self.close()  # a server that was started early is not needed
             return [run_here(program, spec)]
-        from manyhands.engines.driver.driver import Driver
+        from manyhands.engines.driver.elastic_driver import driver_of
         from manyhands.engines.driver.host_processes import process_indices_of
         from manyhands.engines.local.processes import LocalProcesses
 
         slot = self._slot
         spawner = slot.take()
         try:
-            host_processes = LocalProcesses(spawner, process_indices_of(spec.workers, spec.shards), spec.timeout_s)
-            return Driver([host_processes], spec, faults=Faults.of(self.faults).planned).run(program)
+            host_processes = LocalProcesses(
+                spawner, process_indices_of(spec.workers, spec.shard_processes), spec.timeout_s
+            )
+            return driver_of([host_processes], spec, Faults.of(self.faults)).run(program)
         finally:
-            if slot.keep and slot.spawner is None and spawner.alive:
+            if (slot.keep or spec.restarts) and slot.spawner is None and spawner.alive:
                 slot.spawner = spawner
             else:
                 spawner.close()
+
+    @override
+    def finish_run(self) -> None:
+        if not self._slot.keep:
+            self.close()

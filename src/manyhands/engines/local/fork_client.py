@@ -64,9 +64,9 @@ class Spawner:
             streams = []
         self.wire.send({"type": "launch", **shared, "scratch": self._scratch}, [program, *streams])
 
-    def fork(self, process_index: int, line: int, questions: int, stacks: int, status: int) -> None:
-        """Have a process forked, with copies of these descriptors."""
-        self.wire.send({"type": "fork", "process_index": process_index}, [line, questions, stacks, status])
+    def fork(self, process_index: int, descriptors: Sequence[int], own: dict[str, Any]) -> None:
+        """Have a process forked, with copies of its `descriptors`; `own`: fields of ProcessPlace that are not the run's."""
+        self.wire.send({"type": "fork", "process_index": process_index, "own": own}, descriptors)
 
     def receive(self) -> list[ControlMessage]:
         """News of the run's processes; raises `Closed` when the server died."""

@@ -4,7 +4,8 @@ It runs no code of the user's and never touches a GPU. The workers get the progr
 themselves, so the caller's main is never imported again. Messages from the driver (see messages.py):
 
     launch  the run's settings, its process indices in the order of forking; descriptors: program[, stdout, stderr]
-    fork    fork a process; descriptors: its two sockets to the driver, its file for stacks, its page for phase and step
+    fork    fork a process; descriptors: its two sockets to the driver, its file for stacks, its page for phase and step,
+            and its memory where members may change. Then one may be forked again
     signal  send a signal to these processes
     end     the run is over: kill whoever is left after `grace_s`
 
@@ -87,10 +88,12 @@ class ForkServerRun:
 
     def connect(self) -> None:
         """Make what the workers of this host share, and a socket pair for each of them and each shard."""
+        if self.body.get("survive"):
+            return  # groups and connections to shards are made whenever they are needed, by the driver
         if len(self.workers) > 1:
             from manyhands.comm.shared_memory.group import SharedMemory
 
-            self.memory = list(SharedMemory.create(len(self.workers)))
+            self.memory = SharedMemory.create(len(self.workers))
             self.lifelines = [os.pipe2(os.O_CLOEXEC) for _ in self.workers]
         for rank, shard in itertools.product(self.workers, self.shards):
             worker, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,7 +204,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the child has a handler for it
         pid = os.fork()
         if pid == 0:
-            self._become(parent, process_index, message.fds)
+            self._become(parent, process_index, message.fds, message.body["own"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the child does it too, whoever comes first
             os.setpgid(pid, pid)
@@ -209,10 +212,10 @@ class ForkServer:
         for fd in message.fds:
             os.close(fd)
         self._wire.send({"type": "started", "process_index": process_index, "pid": pid})
-        if process_index == self._run.body["process_indices"][-1]:
+        if not self._run.body.get("survive") and process_index == self._run.body["process_indices"][-1]:
             self._run.close()  # all have their memory, lifelines and channels: now nobody else has
 
-    def _become(self, parent: int, process_index: int, fds: list[int]) -> NoReturn:
+    def _become(self, parent: int, process_index: int, fds: list[int], own: dict[str, Any]) -> NoReturn:
         """In the child: leave everything of the fork server's behind, and never return to its code."""
         assert self._run is not None
         code = 1
@@ -232,7 +235,7 @@ class ForkServer:
                 os.close(fd)
             channels = self._run.keep(process_index)
             program, *streams = self._run.fds if process_index >= 0 else [-1, *self._run.fds]
-            wire, questions, stacks, status = fds
+            wire, questions, stacks, status, *arena = fds
             place = ProcessPlace(
                 process_index=process_index,
                 program=program,
@@ -244,7 +247,8 @@ class ForkServer:
                 memory=self._run.memory,
                 lifelines=self._run.lifelines,
                 channels=channels,
-                **self._run.body,
+                arena=arena[0] if arena else -1,
+                **{**self._run.body, **own},
             )
             code = child.run(place)
         except BaseException:  # noqa: BLE001 - nothing may return into the fork server's loop

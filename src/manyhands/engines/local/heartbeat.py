@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import override
 
@@ -18,15 +18,36 @@ from manyhands.comm.group import Group
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.driver.run_monitor import COMPILING
-from manyhands.engines.local.fault_injector import FaultInjector
+from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.local.messages import Closed, ControlSocket, Status
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
-from manyhands.worker import DriverClient
+from manyhands.server.replication.copy_host import Orders
+from manyhands.worker import DriverClient, LastPushes
 
 BEAT_S = 0.25
 ANSWER_S = 600.0
 """The driver may be busy (a callback that writes, say) for so long; if it dies, that is seen at once."""
+
+
+class PlaceInGroup(NamedTuple):
+    """The driver's answer to a worker that asked for its place in the next generation's group."""
+
+    generation: int
+    hosts: list[list[int]]  # the members' ids, by host
+    names: list[str]  # of the hosts
+    memory: tuple[list[int], list[tuple[int, int]]] | None
+    """The table and all arenas, and lifelines: descriptors of this process. None: it is the only member on its host."""
+
+    def close(self) -> None:
+        """Of a group that was not made."""
+        descriptors, lifelines = self.memory or ([], [])
+        for fd in [*descriptors, *(end for pipe in lifelines for end in pipe if end >= 0)]:
+            os.close(fd)
+
+
+class BrokenOff(ManyhandsError):
+    """A group is not formed: the driver knows that a member is lost, or has left it again."""
 
 
 class ProcessDriverClient(DriverClient):
@@ -54,9 +75,11 @@ class ProcessDriverClient(DriverClient):
         self._asking = False  # the driver's turn: no silence of this worker's
         self._outbox: deque[str] = deque()
         self._sending = threading.Lock()
-        self._stop = ""
+        self._stop, self._interrupted, self._broken = "", -1, -1
+        self._formed: tuple[int, Group] | None = None
         self._closed = False
         self.injector: FaultInjector | None = None  # of faults that this process is to have
+        self.orders: Orders | None = None  # where a server shard takes what the driver orders
         wire.sock.settimeout(self._timeout_s)
         for line in (wire, questions):
             os.register_at_fork(after_in_child=line.close)  # a loader's process must not keep the line open
@@ -87,14 +110,22 @@ class ProcessDriverClient(DriverClient):
         return value
 
     @override
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         question = {"type": "lease", "segment": vars(segment), "replica": replica}
+        if push is not None:
+            question |= {"type": "lease_of_push", "push": push}
         return leases.from_json(self._question(question, "a request for rows")["value"])
 
     def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
-        """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order."""
+        """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order.
+
+        BrokenOff where one of them will not come any more.
+        """
         question = {"type": "arrive", "name": name, "process_indices": list(process_indices), "value": value}
-        values: list[Any] = self._question(question, f"the rendezvous {name!r}")["values"]
+        answer = self._question(question, f"the rendezvous {name!r}")
+        if answer["type"] == "dropped":
+            raise BrokenOff(f"the rendezvous {name!r} was dropped: one of its processes is lost")
+        values: list[Any] = answer["values"]
         return values
 
     def _question(self, question: dict[str, Any], what: str) -> dict[str, Any]:
@@ -120,6 +151,77 @@ class ProcessDriverClient(DriverClient):
         finally:
             self._asking, self._seen_at = False, time.monotonic()
 
+    def wait_for_place(self, generation: int, blank: bool, lost: int | None) -> PlaceInGroup | None:
+        """Ask for this worker's place in the generation after `generation`, and wait for it; None: the run is over.
+
+        All that was emitted has arrived before. The driver decides how long to wait: its own end ends this process.
+        """
+        self._send(None)
+        self._asking, members = True, list[list[int]]()
+        try:
+            self._questions.sock.settimeout(None)
+            self._questions.send({"type": "place", "generation": generation, "blank": blank, "lost": lost})
+            while True:
+                for body, fds in self._questions.receive():
+                    match body["type"]:
+                        case "member":
+                            members.append(fds)
+                        case "formed":
+                            lifelines = [(read, write[0] if write else -1) for _, read, *write in members]
+                            memory = ([*fds, *(arena for arena, *_ in members)], lifelines) if members else None
+                            return PlaceInGroup(body["generation"], body["hosts"], body["names"], memory)
+                        case "over":
+                            return None
+        except (Closed, BrokenPipeError, ConnectionResetError):
+            end_this_group()
+        finally:
+            self._asking, self._seen_at = False, time.monotonic()
+
+    def connect_shard(self, shard: int) -> tuple[dict[str, Any], int]:
+        """The driver's answer to a worker that has no connection to a shard's primary, or none any more: what it says, and
+        the descriptor of one, or -1 where the worker is to connect by itself.
+
+        The driver decides how long that takes: its own end ends this process.
+        """
+        self._asking = True
+        try:
+            self._questions.sock.settimeout(None)
+            self._questions.send({"type": "connect", "shard": shard})
+            while True:
+                for body, fds in self._questions.receive():
+                    return body, fds[0] if fds else -1
+        except (Closed, BrokenPipeError, ConnectionResetError):
+            end_this_group()
+        finally:
+            self._asking, self._seen_at = False, time.monotonic()
+
+    @override
+    def pushes_of_lost(self, generation: int) -> dict[int, LastPushes]:
+        question = {"type": "pushes_of_lost", "generation": generation}
+        found = self._question(question, "what the server has of lost workers")["value"]
+        return {worker_id: LastPushes(numbers, ticks) for worker_id, numbers, ticks in found}
+
+    def check(self, generation: int) -> None:
+        """BrokenOff where the driver knows that a member of this generation is lost, or out of its group."""
+        if self._broken == generation:
+            raise BrokenOff(f"generation {generation} is not formed: one of its members is lost")
+
+    def formed(self, generation: int, group: Group) -> None:
+        """This worker is in the group; if the driver hears of a member's end that does not show there, it is told.
+
+        BrokenOff, as `check`.
+        """
+        self._formed = generation, group
+        self.check(generation)
+
+    @override
+    def interrupted(self, generation: int) -> bool:
+        return self._interrupted == generation
+
+    @override
+    def broken(self, generation: int) -> bool:
+        return self._broken == generation
+
     @override
     def should_stop(self) -> str:
         return self._stop
@@ -133,6 +235,10 @@ class ProcessDriverClient(DriverClient):
         """Emit an event and send it now: who dies afterwards does not take it with him."""
         self.emit(event)
         self._send(None)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message of a server shard."""
+        self._send(message)
 
     def last(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         """Send the final message, after all events; heartbeats end."""
@@ -161,8 +267,21 @@ class ProcessDriverClient(DriverClient):
             messages = self._wire.receive()
         except Closed:
             end_this_group()
-        for body, _ in messages:
-            self._stop = body["reason"]
+        for body, fds in messages:
+            match body["type"]:
+                case "interrupt":
+                    self._interrupted = body["generation"]
+                case "broken":
+                    self._break_off(body)
+                case "stop":
+                    self._stop = body["reason"]
+                case _ if self.orders is not None:
+                    self.orders.put(body, fds)
+
+    def _break_off(self, body: dict[str, Any]) -> None:
+        self._broken = body["generation"]
+        if self._formed is not None and self._formed[0] == self._broken and body["lost"] is not None:
+            self._formed[1].lose(body["lost"], body["host"])
 
     def _send(self, message: dict[str, Any] | None, fds: tuple[int, ...] = ()) -> None:
         """A heartbeat with what is in the outbox, then the message: nothing overtakes an event."""

@@ -159,7 +159,7 @@ class ProcessPlace:
     questions: socket.socket  # to the driver: what waits for an answer
     stacks: int  # a file for Python stacks
     status: int  # a page for phase and step
-    memory: Sequence[int]  # shared by this host's workers
+    memory: Sequence[int]  # shared by this host's workers: a table, then an arena for each
     lifelines: Sequence[tuple[int, int]]  # a pipe per worker of this host: (read end, write end)
     channels: Mapping[int, int]  # sockets within this host: a worker's by shard, a shard's by rank
     threads: int
@@ -168,6 +168,9 @@ class ProcessPlace:
     server: dict[str, Any] | None  # the fields of a ServerSpec
     servers: int  # shards of it, on all hosts
     faults: str = ""  # of the run's workers, at their steps
+    survive: int = 0  # so many workers may take part, and members may change: this one begins alone; 0: they never do
+    fixed_members: bool = False  # with `survive`: these workers alone, from the beginning to the end
+    arena: int = -1  # memory for this worker's vectors, where members may change
     scratch: str = ""  # a folder for what multiprocessing makes files for; whoever outlives this process removes it
     network: dict[str, Any] | None = None  # how the workers of several hosts find each other
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from manyhands.comm.shared_memory.memory import create_arena
+from manyhands.comm.shared_memory.table import create_table
 from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.driver.host_processes import HostProcesses
 from manyhands.engines.local.fork_client import Spawner
@@ -22,6 +24,8 @@ from manyhands.engines.local.serialization import deserialize
 from manyhands.errors import ManyhandsError, WorkerFailed
 
 _STACKS_S = 1.0
+_ANSWERS = frozenset({"answer", "leased", "complete", "dropped", "formed", "over", "connected", "pushes_of_lost"})
+"""Messages that go to the thread that asked; all others go to the one that listens."""
 
 
 @dataclass
@@ -32,11 +36,19 @@ class ProcessConnection:
     questions: ControlSocket
     stacks: int
     status: Status
+    arena: int = -1  # its vectors' memory, where members may change
+
+    def release_arena(self) -> None:
+        """Its process is gone, and no later group has it: the memory goes with the last mapping."""
+        if self.arena >= 0:
+            os.close(self.arena)
+            self.arena = -1
 
     def close(self) -> None:
         self.wire.close()
         self.questions.close()
         self.status.close()
+        self.release_arena()
         if self.stacks >= 0:
             os.close(self.stacks)
             self.stacks = -1
@@ -67,6 +79,7 @@ class LocalProcesses(HostProcesses):
         self._timeout_s = timeout_s
         self._connections: dict[int, ProcessConnection] = {}
         self._ready: select.epoll | None = None  # every descriptor of these processes, as one
+        self._arenas = 0  # how many of them a process may map; 0: members never change
 
     @override
     def start(self, shared: dict[str, Any], program: int) -> None:
@@ -82,23 +95,87 @@ class LocalProcesses(HostProcesses):
             if self._network is not None:
                 own["network"] = self._network
             self._spawner.launch({**shared, **own}, program)
+            self._arenas = shared.get("survive", 0)
             for process_index in self.process_indices:
-                self._fork(process_index)
+                self._fork(process_index, {})
         except (BrokenPipeError, ConnectionResetError):
             raise self._server_died() from None
 
-    def _fork(self, process_index: int) -> None:
+    @override
+    def start_worker(self, worker_id: int, faults: str) -> None:
+        if (before := self._connections.pop(worker_id, None)) is not None:
+            for line in (before.wire, before.questions):
+                if line.fileno() >= 0:
+                    self._listen().unregister(line)
+            before.close()
+        if worker_id not in self.process_indices:
+            self.process_indices.append(worker_id)
+            self._workers.append(worker_id)  # a shard's process index was here from the start
+        try:
+            self._fork(worker_id, {"process_indices": self.process_indices, "faults": faults})
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._server_died() from None
+
+    @override
+    def form(self, generation: int, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        """One message a member brings what it maps of that member, and one more the group's table."""
+        place = {"type": "formed", "generation": generation, "hosts": hosts, "names": names}
+        for name, here in zip(names, hosts, strict=True):
+            if name == self.host and len(here) == 1:
+                self._answer(here[0], place)
+            elif name == self.host:
+                self._share(here, place)
+
+    def _share(self, here: Sequence[int], place: dict[str, Any]) -> None:
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in here]
+        table = create_table(len(here))
+        try:
+            for rank, worker_id in enumerate(here):
+                for peer, (read, write) in enumerate(pipes):
+                    arena = self._connections[here[peer]].arena
+                    self._answer(worker_id, {"type": "member"}, [arena, read, *([write] if peer == rank else [])])
+                self._answer(worker_id, place, [table])
+        finally:
+            for fd in [table, *(end for pipe in pipes for end in pipe)]:
+                os.close(fd)
+
+    def _answer(self, worker_id: int, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """To a question."""
+        self._send_over(self._connections[worker_id].questions, body, fds)
+
+    def _send_over(self, line: ControlSocket, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """To a process that is gone nothing, its `exited` is on the way."""
+        if line.fileno() >= 0:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                line.send(body, fds)
+
+    @override
+    def connect(self, first: tuple[int, dict[str, Any]], second: tuple[int, dict[str, Any]]) -> None:
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            for (process_index, body), end in zip((first, second), ends, strict=True):
+                connection = self._connections[process_index]
+                line = connection.questions if body["type"] in _ANSWERS else connection.wire
+                self._send_over(line, body, [end.fileno()])
+        finally:
+            for end in ends:
+                end.close()
+
+    def _fork(self, process_index: int, own: dict[str, Any]) -> None:
         wire, there = ControlSocket.pair()
         questions, askers = ControlSocket.pair()
         page = create_status_page()
         try:
             with there, askers:
                 stacks = os.memfd_create("manyhands-stacks", os.MFD_CLOEXEC)
-                self._connections[process_index] = ProcessConnection(wire, questions, stacks, Status(page))
-                for connection in (wire, questions):
-                    connection.sock.settimeout(self._timeout_s)
-                    self._listen().register(connection, select.EPOLLIN)
-                self._spawner.fork(process_index, there.fileno(), askers.fileno(), stacks, page)
+                arena = create_arena(self._arenas) if self._arenas and process_index >= 0 else -1
+                connection = ProcessConnection(wire, questions, stacks, Status(page), arena)
+                self._connections[process_index] = connection
+                for line in (wire, questions):
+                    line.sock.settimeout(self._timeout_s)
+                    self._listen().register(line, select.EPOLLIN)
+                inherited = [there.fileno(), askers.fileno(), stacks, page, *([arena] if arena >= 0 else [])]
+                self._spawner.fork(process_index, inherited, own)
         finally:
             os.close(page)
 
@@ -168,15 +245,13 @@ class LocalProcesses(HostProcesses):
                 connection = self._connections[process_index]
                 phase, step = connection.status.read() or (None, None)
                 last = {"phase": phase, "step": step, "detail": connection.stack()}
+                connection.release_arena()
                 came.append((process_index, {"type": "exited", "status": body["status"], **last}))
 
     @override
     def send(self, process_index: int, body: dict[str, Any]) -> None:
         connection = self._connections[process_index]
-        wire = connection.wire if body["type"] == "stop" else connection.questions
-        if wire.fileno() >= 0:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                wire.send(body)
+        self._send_over(connection.questions if body["type"] in _ANSWERS else connection.wire, body)
 
     @override
     def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:

@@ -26,15 +26,17 @@ _ALIGNED = 64  # elements: as shared memory cuts slices
 
 
 class Costs:
-    """Of the collectives of workers 0 … size - 1, by the network's `collective`. Pure, and remembers what it computed.
+    """Of the collectives of some workers, by the network's `collective`. Pure, and remembers what it computed.
 
     Costs are of a network that carries nothing else at the same time: collectives do not wait for messages to a
     server, nor those for collectives. One worker costs nothing.
     """
 
-    def __init__(self, wires: NetworkState, size: int) -> None:
+    def __init__(self, wires: NetworkState, size: int, nodes: Sequence[int] | None = None) -> None:
+        """nodes: of the network, in the order of the ranks; None: 0 … size - 1."""
         self.size = size
-        self._algorithms = _algorithms(wires, size, wires.network.collective) if size > 1 else []
+        nodes = range(size) if nodes is None else nodes
+        self._algorithms = _algorithms(wires, nodes, wires.network.collective) if size > 1 else []
         self._nothing = [0] * size
         self._known: dict[tuple[str | int, ...], Cost] = {}
 
@@ -79,26 +81,25 @@ class Costs:
         return found
 
 
-def _algorithms(wires: NetworkState, size: int, collective: Collective) -> list[Algorithm]:
+def _algorithms(wires: NetworkState, ranks: Sequence[int], collective: Collective) -> list[Algorithm]:
     """Of which each call takes the cheapest."""
-    ranks = range(size)
     match collective:
         case "ring":
             return [RingCost(wires, ranks)]
         case "tree":
             return [TreeCost(wires, ranks)]
         case "cheapest":
-            return [_own(wires, size), RingCost(wires, ranks), TreeCost(wires, ranks)]
+            return [_own(wires, ranks), RingCost(wires, ranks), TreeCost(wires, ranks)]
         case "auto" | "hierarchical":
-            return [_own(wires, size)]
+            return [_own(wires, ranks)]
 
 
-def _own(wires: NetworkState, size: int) -> Algorithm:
+def _own(wires: NetworkState, ranks: Sequence[int]) -> Algorithm:
     """As this project's own groups."""
-    hosts, ranks = wires.host_of(size - 1) + 1, range(size)
+    hosts = len({wires.host_of(rank) for rank in ranks})
     if hosts == 1:
         return SharedMemoryCost(wires, ranks)
-    return SocketsCost(wires, ranks) if hosts == size else HierarchicalCost(wires, ranks)
+    return SocketsCost(wires, ranks) if hosts == len(ranks) else HierarchicalCost(wires, ranks)
 
 
 # -- as this project's own groups do it --------------------------------------------------------------------------------

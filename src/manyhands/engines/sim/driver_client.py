@@ -1,4 +1,4 @@
-"""Each simulated worker's DriverClient: leases, stops, events, and faults that a step triggers."""
+"""Each simulated worker's DriverClient: leases, stops, events, and the places where faults befall it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.engines.base import Observer
+from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.sim.compute import ComputeSpeed
 from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import PeerLost
-from manyhands.worker import current
+from manyhands.events import Event
+from manyhands.worker import LastPushes, current
 
 
 class LeaseServer:
@@ -26,34 +28,53 @@ class LeaseServer:
         """lease_s: the cost of asking for a lease. timeout_s: PeerLost after waiting so long for worker 0's warmup."""
         self.timeline, self.observer, self.lease_s, self.timeout_s = timeline, observer, lease_s, timeout_s
         self.leases = Leases()
-        self.at_step: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        """(rank, step): what happens, inside that worker's own turn, when it begins to compute that step."""
-        self._waiting: dict[int, Future[Lease | End]] = {}
+        self._waiting: dict[int, Future[Lease | End]] = {}  # by replica, or holder
         self._moved_at = 0.0  # when somebody last got one
 
-    def lease(self, replica: int, segment: Segment, stop: str, step: int) -> Lease | End:
+    def lease(
+        self, replica: int, segment: Segment, stop: str, step: int, holder: int, push: int | None = None
+    ) -> Lease | End:
+        """push: where workers may be lost, the number of the push of this holder that will carry the slice."""
         if self.lease_s:
             self.timeline.sleep(self.lease_s)
         if stop:
             self.leases.stop(stop)
-        answer = self.leases.take(replica, segment)
+        if push is None:
+            answer = self.leases.take(replica, segment)
+        else:
+            answer = self.leases.take(replica, segment, holder=holder, push=push)
+        self._release()
+        if answer is not None:
+            self._moved_at = self.timeline.now
+            return answer
+        return self._wait(replica if push is None else holder, step)
+
+    def lose(self, holder: int) -> bool:
+        """It is lost, or has left; whether it ever had a slice. Then `recover` is to follow."""
+        if not self.leases.holds(holder):
+            return False
+        self.leases.lose(holder)
+        return True
+
+    def recover(self, holder: int, applied: list[int]) -> None:
+        """Nothing of this holder enters any more. applied: by shard, the number of its last push there."""
+        self.leases.recover(holder, applied)
+        self._release()
+
+    def _release(self) -> None:
         for other, released in self.leases.released:
             if other in self._waiting:  # who died meanwhile gets none
                 self._waiting[other].set(released)
         self.leases.released.clear()
-        if answer is not None:
-            self._moved_at = self.timeline.now
-            return answer
-        return self._wait(replica, step)
 
-    def _wait(self, replica: int, step: int) -> Lease | End:
-        """While replica 0 trains alone."""
+    def _wait(self, asker: int, step: int) -> Lease | End:
+        """While replica 0 trains alone, or it is not known yet what the server has of a lost worker."""
         cell: Future[Lease | End] = self.timeline.cell()
-        self._waiting[replica] = cell
+        self._waiting[asker] = cell
         begun = self.timeline.now
 
         def look() -> None:
-            if cell.is_set or self._waiting.get(replica) is not cell:
+            if cell.is_set or self._waiting.get(asker) is not cell:
                 return
             seconds = self.timeline.now - begun
             if self._moved_at + self.timeout_s > self.timeline.now:
@@ -65,8 +86,8 @@ class LeaseServer:
         try:
             return self.timeline.wait(cell, "a lease")
         finally:
-            if self._waiting.get(replica) is cell:
-                del self._waiting[replica]
+            if self._waiting.get(asker) is cell:
+                del self._waiting[asker]
 
 
 class SimDriverClient(InProcessDriverClient):
@@ -76,14 +97,38 @@ class SimDriverClient(InProcessDriverClient):
         super().__init__(lease_server.observer, clock=lambda: lease_server.timeline.now, poll_s=0)
         self._lease_server, self._rank, self._pace = lease_server, rank, pace
         self._after_backward: list[Callable[[], None]] = []
+        self.emitted: Callable[[Event], None] = lambda event: None  # called after each event of this worker's
+        self.begun: Callable[[int], None] = lambda step: None  # called as it begins to compute a step
+        self.lost_pushes: Callable[[int], dict[int, LastPushes]] = lambda generation: {}
+        self.injector: FaultInjector | None = None  # of faults that this worker is to have
+        self.interrupt = -1  # the generation whose members are to form the next one
+        self.broke = -1  # the newest generation of which the driver said that a member is lost
         self._backwards = 0  # that this worker is in: one inside of the other with reentrant checkpoints
 
     @override
     def progress(self, phase: str, step: int) -> None:
         super().progress(phase, step)
-        if self._lease_server.at_step and phase == "compute":
-            for happen in self._lease_server.at_step.pop((self._rank, step), ()):
-                happen()
+        if phase == "compute":
+            self.begun(step)
+        if self.injector is not None:
+            self.injector.reach(phase, step)
+
+    @override
+    def emit(self, event: Event) -> None:
+        super().emit(event)
+        self.emitted(event)
+
+    @override
+    def interrupted(self, generation: int) -> bool:
+        return self.interrupt == generation
+
+    @override
+    def broken(self, generation: int) -> bool:
+        return self.broke == generation
+
+    @override
+    def pushes_of_lost(self, generation: int) -> dict[int, LastPushes]:
+        return self.lost_pushes(generation)
 
     @override
     def computed(self, rows: int) -> None:
@@ -110,8 +155,8 @@ class SimDriverClient(InProcessDriverClient):
             self._after_backward.pop(0)()
 
     @override
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
-        return self._lease_server.lease(replica, segment, self.should_stop(), self.step)
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+        return self._lease_server.lease(replica, segment, self.should_stop(), self.step, self._rank, push)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -185,6 +185,16 @@ class NetworkState:
         self._in = self._out if network.duplex == "shared" else {}
         self._link: dict[tuple[int, int], float] = {}  # of those with a bandwidth of their own
         self._ways: dict[tuple[int, int], Way] = {}
+        self.cut_until: dict[int, float] = {}
+        """By host that was cut off: when messages to and from others pass again."""
+
+    def cut(self, host: int, until: float) -> None:
+        """Nothing passes between this host and others before `until`: it arrives later."""
+        self.cut_until[host] = max(until, self.cut_until.get(host, 0.0))
+
+    def passes_at(self, hosts: Collection[int]) -> float:
+        """When messages pass between all of these hosts, cuts alone considered; 0: always, or there is one host only."""
+        return max((self.cut_until.get(host, 0.0) for host in hosts), default=0.0) if len(hosts) > 1 else 0.0
 
     def host_of(self, node: int) -> int:
         """The number of a node's host; negative for a server shard with a host of its own."""
@@ -220,6 +230,8 @@ class NetworkState:
         if here == there:
             return at + bits / way.slowest + way.latency
         start = max(at, self._out.get(here, 0.0), self._in.get(there, 0.0))
+        if self.cut_until:
+            start = max(start, self.passes_at({here, there}))
         self._out[here] = start + bits / way.sender
         self._in[there] = start + bits / way.receiver
         if way.link < math.inf:

@@ -22,8 +22,8 @@ from manyhands.errors import ManyhandsError, PeerLost
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
-Failure = Callable[[str, int, float], ManyhandsError]
-"""(operation, step, seconds waited) -> the error that a rank gets after which the group is unusable."""
+Failure = Callable[[int, str, int, float], ManyhandsError]
+"""(rank, operation, step, seconds waited) -> the error that this rank gets after which the group is unusable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,30 +112,43 @@ class SimRendezvous:
     takes what `costs` says. timeout_s: who waits for a rank so long gets PeerLost, the group is unusable; inf: never.
     """
 
-    def __init__(self, timeline: Timeline, costs: Costs, wires: NetworkState, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        costs: Costs,
+        wires: NetworkState,
+        size: int,
+        timeout_s: float,
+        nodes: Sequence[int] | None = None,
+        begins_at: float = 0.0,
+    ) -> None:
+        """nodes: of the network, in the order of the ranks, by which messages call them; None: 0 … size - 1. begins_at:
+        when all are connected."""
         self.timeline, self.costs, self.wires, self.size = timeline, costs, wires, size
+        self._nodes = range(size) if nodes is None else nodes
         self.timeout_s = timeout_s
         self._rounds: dict[int, Round] = {}  # those that somebody has not come to
         self._calls = [0] * size  # how many each rank has made
-        self._free_at = 0.0  # when the last collective is over
+        self._free_at = begins_at  # when the last collective is over
         self._mail: dict[tuple[int, int], deque[PendingMessage]] = {}
         self._waits: dict[int, PendingWait] = {}  # by rank
         self._closed: set[int] = set()
         self._failure: Failure | None = None
         self._watched = False
+        self.is_parted = False  # a connection broke, and nobody is dead
 
-    def check(self, name: str, step: int) -> None:
+    def check(self, rank: int, name: str, step: int) -> None:
         """Raise what made the group unusable, if anything did; Killed for a rank that was killed."""
         if self.timeline.is_dead:
             raise Killed
         if self._failure is not None:
-            raise self._failure(name, step, 0.0)
+            raise self._failure(rank, name, step, 0.0)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def arrive(self, call: CollectiveCall, run: Run) -> Round:
         """A rank comes to its next collective, and does not wait."""
-        self.check(call.name, call.step)
+        self.check(call.rank, call.name, call.step)
         index = self._calls[call.rank]
         self._calls[call.rank] += 1
         round_ = self._rounds.get(index)
@@ -145,14 +158,14 @@ class SimRendezvous:
         assert first is not None  # until all have come
         if (first.name, first.number, first.n) != (call.name, call.number, call.n):
             error = different_operations(call.step, call.rank, call, first.rank, first)
-            raise self._fail(lambda name, step, seconds: copy.copy(error))(call.name, call.step, 0.0)
+            raise self._fail(lambda *_: copy.copy(error))(call.rank, call.name, call.step, 0.0)
         round_.calls[call.rank] = call
         round_.missing -= 1
         if round_.missing == 0:
             del self._rounds[index]
             self._complete(round_, run)
         elif gone := [rank for rank in self._closed if round_.calls[rank] is None]:
-            raise self._fail(self._lost(min(gone), "left the group"))(call.name, call.step, 0.0)
+            raise self._fail(self._lost(min(gone), "left the group"))(call.rank, call.name, call.step, 0.0)
         return round_
 
     def end(self, round_: Round, rank: int, name: str, step: int) -> float:
@@ -160,7 +173,7 @@ class SimRendezvous:
         now = self.timeline.now
         if round_.arrived_at is not None and round_.done_at <= now:
             return 0.0
-        self.check(name, step)
+        self.check(rank, name, step)
         wait = PendingWait(self.timeline.cell(), name, step, now, -1, round_)
         if round_.arrived_at is not None and not round_.cells:
             self.timeline.at(round_.done_at, round_.wake)
@@ -175,7 +188,7 @@ class SimRendezvous:
             cost, round_.result = run(calls)
         except Exception as error:
             message = f"{calls[0]} of all workers failed at step {calls[0].step}: {type(error).__name__}: {error}"
-            self._fail(lambda name, step, seconds: ManyhandsError(message))
+            self._fail(lambda *_: ManyhandsError(message))
             raise
         for call, bytes, messages in zip(calls, cost.bytes, cost.messages, strict=False):
             if messages:
@@ -189,9 +202,9 @@ class SimRendezvous:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, message: PendingMessage, source: int, target: int, step: int) -> None:
-        self.check("send", step)
+        self.check(source, "send", step)
         now = self.timeline.now
-        message.arrives_at = self.wires.send(source, target, message.data.nbytes, now)
+        message.arrives_at = self.wires.send(self._nodes[source], self._nodes[target], message.data.nbytes, now)
         message.sent_at = now
         wait = self._waits.get(target)
         if wait is not None and wait.source == source and wait.is_for_somebody:
@@ -201,11 +214,11 @@ class SimRendezvous:
 
     def take(self, source: int, target: int, step: int) -> tuple[PendingMessage, float]:
         """The next message from a rank, once it has arrived; and the seconds until it was sent."""
-        self.check("receive_", step)
+        self.check(target, "receive_", step)
         now = self.timeline.now
         box = self._mail.setdefault((source, target), deque())
         if not box and source in self._closed:
-            raise self._fail(self._lost(source, "left the group"))("receive_", step, 0.0)
+            raise self._fail(self._lost(source, "left the group"))(target, "receive_", step, 0.0)
         if not box or box[0].arrives_at > now:
             wait = PendingWait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else PendingMessage())
             if box:
@@ -221,13 +234,26 @@ class SimRendezvous:
         """The error of a rank that expected another message; the group is unusable."""
         came = describe(message.number, message.data.nbytes // itemsize(message.number))
         error = other_message(step, target, describe(number, n), source, came)
-        return self._fail(lambda name, step, seconds: copy.copy(error))("receive_", step, 0.0)
+        return self._fail(lambda *_: copy.copy(error))(target, "receive_", step, 0.0)
 
     # -- those who will not come -------------------------------------------------------------------------------------
 
-    def lose(self, rank: int) -> None:
+    def lose(self, node: int) -> None:
         """A killed worker is declared lost: who waits, or comes later, gets PeerLost. Idempotent."""
-        self._fail(self._lost(rank, "is gone"))
+        self._fail(self._lost(self._nodes.index(node), "is gone"))
+
+    def part(self, host: int) -> None:
+        """The connections between this host and others break. Idempotent.
+
+        Each member finds the first one on the other side gone. Without members on both sides nothing breaks.
+        """
+        here = [rank for rank in range(self.size) if self.wires.host_of(self._nodes[rank]) == host]
+        there = [rank for rank in range(self.size) if rank not in here]
+        if here and there and self._failure is None:
+            why = "is cut off"
+            of_here, of_there = self._lost(here[0], why), self._lost(there[0], why)
+            self.is_parted = True
+            self._fail(lambda rank, *about: (of_there if rank in here else of_here)(rank, *about))
 
     def leave(self, rank: int) -> None:
         """A rank closed its group; idempotent. Ranks that wait for it, now or later, get PeerLost."""
@@ -238,8 +264,9 @@ class SimRendezvous:
             self._fail(self._lost(rank, "left the group"))
 
     def _lost(self, rank: int, why: str) -> Failure:
-        host = f"host{self.wires.host_of(rank)}"
-        return lambda name, step, seconds: PeerLost(rank, host, name, step, seconds, why)
+        node = self._nodes[rank]
+        host = f"host{self.wires.host_of(node)}"
+        return lambda _, name, step, seconds: PeerLost(node, host, name, step, seconds, why)
 
     def _fail(self, failure: Failure) -> Failure:
         """The group is unusable from now on; all who wait get an error. What made it so first counts."""
@@ -247,8 +274,8 @@ class SimRendezvous:
             self._failure = failure
             self._rounds.clear()
             self._mail.clear()
-            for wait in self._waits.values():
-                wait.cell.fail(failure(wait.name, wait.step, self.timeline.now - wait.since))
+            for rank, wait in self._waits.items():
+                wait.cell.fail(failure(rank, wait.name, wait.step, self.timeline.now - wait.since))
         return self._failure
 
     def _wait(self, rank: int, wait: PendingWait) -> None:

@@ -6,22 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.engines.faults import Faults, Messages
 from manyhands.engines.sim.compute import Compute
+from manyhands.engines.sim.copies import LoggedStore, SimCopies
 from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.shard import Request, ShardCall, SimShard
-from manyhands.engines.sim.timeline import Killed, Timeline
+from manyhands.engines.sim.timeline import Future, Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Server, ServerSpec
 from manyhands.server.client import ShardLost
 from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient
+from manyhands.server.replication.log import Copy, Entry
 from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores
 from manyhands.server.store import InvalidCall, Store
+from manyhands.worker import LastPushes
 
 
 class SimServers:
@@ -42,6 +45,9 @@ class SimServers:
     timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one
     that does not answer for so long ShardLost; what is on its way takes the time that it takes. inf: never.
 
+    copies: of each shard. changed: called with (shard, how many copies it has now). Where none is left the run ends. With
+    a shard's next primary an open request is sent again: pushes and ticks have numbers, and count once.
+
     Ledger: as of served servers, each request once; what is sent again is counted as "resent".
     """
 
@@ -56,40 +62,99 @@ class SimServers:
         compute: Compute,
         faults: Faults,
         timeout_s: float,
+        copies: int = 1,
+        changed: Callable[[int, int], None] = lambda shard, copies: None,
     ) -> None:
         self.spec, self.timeline, self.wires, self.timeout_s = spec, timeline, wires, timeout_s
         self.compute = compute
         self.stores = make_stores(spec, workers, shards)
-        self._messages = messages
+        self._messages, self._workers, self.has_copies = messages, workers, copies > 1
         self.shards = [
             SimShard(number, store, workers, timeline, self._carry, compute.merge, self._plan_retry)
             for number, store in enumerate(self.stores)
         ]
+        """Of each shard the primary. Where there are copies, nobody serves before there are two."""
         self.clients: list[Server] = [SimServer(self, worker, 0) for worker in range(workers)]
         self.giver: int | None = None  # the worker whose center is the first
         self._retry_s = None if messages is None else faults.retry_s
         self._open: dict[int, ShardCall] = {}  # by worker
         self._generations = [0] * workers
         self._lost: set[int] = set()
+        self._fencing: dict[int, tuple[Callable[[], None], Future[None]]] = {}
+        """By worker that is lost: how all shards are asked (again), and that all have answered."""
         self._watched = False  # whether a look at the open calls is planned
+        self.copies: list[SimCopies] = []
+        if self.has_copies:
+            for shard in self.shards:
+                shard.kill()
+            self.copies = [self._copies_of(number, copies, faults, changed) for number in range(len(self.shards))]
 
     # -- what befalls workers and shards -----------------------------------------------------------------------------
 
     def lose(self, worker: int) -> None:
         """Declare a worker lost: nobody waits for it, and its messages under way are ignored. Idempotent."""
-        self._lost.add(worker)
-        call = self._open.get(worker)
-        if call is not None:
-            call.cell.fail(self._refused(worker))
+        self._give_up(worker)
         for shard in self.shards:
             shard.queue(partial(shard.lose, worker))
         if worker == self.giver:
-            error = PeerLost(worker, self._host(worker), "server.initialize", 0, 0.0, "is gone with the first center")
             for shard in self.shards:
-                shard.queue(partial(shard.expect_no_center, error))
+                shard.queue(partial(shard.expect_no_center, self._no_center(worker)))
+
+    def fence(self, worker: int, closed: Callable[[LastPushes], None]) -> None:
+        """As `lose`, where others go on and the worker may have a new process: what comes of this one is refused.
+
+        closed: called with what all shards have of it once nothing of it enters any more. Another worker may give the
+        first center in its place.
+        """
+        if worker in self._fencing:
+            return
+        self._give_up(worker)
+        generation, has = self._generations[worker], dict[int, tuple[int, int]]()
+        no_center = worker == self.giver and not all(store.initialized for store in self.stores)
+
+        def fence_at(number: int) -> None:
+            last = self.shards[number].fence(worker, generation)
+            self.shards[number].once_copied(partial(fenced, number, last))
+
+        def fenced(number: int, last: tuple[int, int]) -> None:
+            has[number] = last
+            if len(has) == len(self.shards) and not all_fenced.is_set:
+                all_fenced.set(None)
+                del self._fencing[worker]
+                closed(LastPushes.of(has))
+
+        def ask() -> None:
+            for number, shard in enumerate(self.shards):
+                shard.queue(partial(fence_at, number))
+
+        all_fenced: Future[None] = self.timeline.cell()
+        self._fencing[worker] = ask, all_fenced
+        ask()
+        if no_center:
+            self.giver = None
+            for shard in self.shards:
+                shard.queue(partial(shard.expect_no_center, self._no_center(worker)))
+                shard.queue(partial(shard.expect_no_center, None))
+
+    def wait_for_fences(self) -> None:
+        """Until all shards have answered of each lost worker. Called in a worker's turn."""
+        while self._fencing:
+            _, all_fenced = next(iter(self._fencing.values()))
+            self.timeline.wait(all_fenced, "the shards to refuse a lost worker")
+
+    def _give_up(self, worker: int) -> None:
+        self._lost.add(worker)
+        if (call := self._open.get(worker)) is not None:
+            call.cell.fail(self._refused(worker))
+
+    def _no_center(self, worker: int) -> PeerLost:
+        return PeerLost(worker, self._host(worker), "server.initialize", 0, 0.0, "is gone with the first center")
 
     def restart(self, worker: int) -> None:
-        """A worker has a new process: `clients[worker]` is a new client, of the next generation."""
+        """A worker has a new process: `clients[worker]` is a new client, of the next generation. It waits until all shards
+        have refused the one before."""
+        if worker in self._fencing:
+            self.timeline.wait(self._fencing[worker][1], "the shards to refuse the process before")
         self._lost.discard(worker)
         self._open.pop(worker, None)
         self._generations[worker] += 1
@@ -110,6 +175,59 @@ class SimServers:
             if shard in call.missing:
                 call.cell.fail(self._shard_lost(shard, call, "is gone"))
 
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _copies_of(self, number: int, copies: int, faults: Faults, changed: Callable[[int, int], None]) -> SimCopies:
+        def new_shard(process_index: int, copy: Copy, send: Callable[[Entry], None]) -> SimShard:
+            (store,) = make_stores(self.spec, self._workers)
+            logged = cast(Store, LoggedStore(store, copy, send))
+            return SimShard(
+                number,
+                logged,
+                self._workers,
+                self.timeline,
+                self._carry,
+                self.compute.merge,
+                self._plan_retry,
+                copy=copy,
+                node=process_index,
+            )
+
+        def serve(primary: SimShard) -> None:
+            """Workers, and what they have open, go to this copy; so does what the driver asks of a lost one."""
+            self.shards[number], self.stores[number] = primary, primary.store
+            ages = enumerate(self._generations)
+            primary.serve([(age, math.inf if worker in self._lost else 0) for worker, age in ages])
+            for ask, _ in [*self._fencing.values()]:
+                ask()
+            for call in self._open.values():
+                for request in call.requests:
+                    if request.shard == number:  # whatever the copy before has done with it
+                        request.handled_at, request.is_answered = None, False
+            self._is_back(number)
+
+        def lost() -> None:
+            raise ShardLost(
+                number,
+                f"server shard {number}",
+                "server.call",
+                0,
+                0.0,
+                "has no copy left: start the run again from its newest checkpoint with resume=True (--resume)",
+            )
+
+        return SimCopies(
+            [-1 - number - copy * len(self.shards) for copy in range(copies)],
+            self.timeline,
+            self.wires,
+            faults.notice_s,
+            self.compute.merge,
+            new_shard=new_shard,
+            serve=serve,
+            changed=lambda copies, _: changed(number, copies),
+            lost=lost,
+        )
+
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def exchange(self, call: ShardCall) -> None:
@@ -119,7 +237,7 @@ class SimServers:
         if call.worker in self._lost:
             raise self._refused(call.worker)
         for shard in self.shards:
-            if shard.is_killed:
+            if shard.is_killed and not self.has_copies:
                 raise self._shard_lost(shard.number, call, "is gone")
         self._open[call.worker] = call
         for request in call.requests:
@@ -226,7 +344,7 @@ class SimServer(StoreClient):
 
     def __init__(self, servers: SimServers, worker: int, generation: int) -> None:
         super().__init__(servers.spec, servers.stores, worker, generation)
-        self._servers = servers
+        self._servers, self._numbers_ticks = servers, servers.has_copies
         self._calls = 0
 
     @override
@@ -264,7 +382,7 @@ class SimServer(StoreClient):
     def _offer(self, store: Store) -> bool:
         """Whether this worker gives the first center: the first to offer, also after its process was replaced."""
         servers = self._servers
-        if servers.giver is None and not store.initialized:
+        if servers.giver is None and not all(one.initialized for one in servers.stores):
             servers.giver = self._worker
         return servers.giver == self._worker and not all(store.initialized for store in servers.stores)
 

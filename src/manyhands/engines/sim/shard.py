@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from manyhands.engines.sim.timeline import Due, Future, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load
 from manyhands.server.pushes import Applied, Dropped
+from manyhands.server.replication.log import Copy
 from manyhands.server.store import Store
 
 
@@ -89,13 +90,19 @@ class SimShard:
         carry: Carry,
         merge_s: float,
         on_answer: Callable[[Request, float], None],
+        copy: Copy | None = None,
+        node: int | None = None,
     ) -> None:
-        self.number, self.store = number, store
+        """copy: of a shard of which there are copies; it serves once `serve` is called. node: of the network."""
+        self.number, self.store, self.copy = number, store, copy
+        self.node = -1 - number if node is None else node
         self.is_killed = False
         self.moved_at = 0.0  # when it last handled something
         self._timeline, self._carry, self._merge_s, self._on_answer = timeline, carry, merge_s, on_answer
         self._life = 0  # grows when it breaks down and when it is back: what was sent in another life is lost
-        self._is_down = False
+        self._is_down = copy is not None
+        self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
+        """(index in the log, what is done once the backup has the calls up to there)"""
         self._free_at = 0.0  # down or paused until then
         self._decoding: list[Request] = []
         self._queue: deque[Request | Callable[[], None]] = deque()
@@ -110,7 +117,7 @@ class SimShard:
     def send(self, request: Request) -> float:
         """From its worker to this shard; when it is to arrive."""
         deliver = partial(self._in_this_life, self._life, partial(self._arrive, request))
-        return self._carry(request.call.worker, -1 - self.number, request.sends, deliver)
+        return self._carry(request.call.worker, self.node, request.sends, deliver)
 
     def queue(self, item: Request | Callable[[], None]) -> None:
         """Handle a request, or do what the driver asks for, which is never lost, in turn."""
@@ -149,6 +156,22 @@ class SimShard:
         self.queue(request)
 
     def _reply(self, request: Request, answer: Any) -> None:
+        self.once_copied(partial(self._let_leave, request, answer))
+
+    def once_copied(self, action: Callable[[], None]) -> None:
+        """Do this when a backup has all calls until now: at once without copies."""
+        if self.copy is None:
+            action()
+        else:
+            self._leaving.append((self.copy.index, action))
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Do what the backup has the calls for."""
+        while self._leaving and self.copy is not None and self.copy.may_leave(self._leaving[0][0]):
+            self._leaving.popleft()[1]()
+
+    def _let_leave(self, request: Request, answer: Any) -> None:
         assert request.handled_at is not None
         is_first = not request.is_answered
         request.answer, request.is_answered = answer, True
@@ -158,7 +181,7 @@ class SimShard:
 
     def _send_answer(self, request: Request) -> float:
         deliver = partial(self._in_this_life, self._life, partial(_answered, request))
-        arrives = self._carry(-1 - self.number, request.call.worker, _payload(request), deliver)
+        arrives = self._carry(self.node, request.call.worker, _payload(request), deliver)
         self._on_answer(request, arrives)
         return arrives
 
@@ -241,6 +264,10 @@ class SimShard:
                 self._reply(request, reply)
         self.store.released.clear()
 
+    def serve(self, newest: Sequence[tuple[int, float]]) -> None:
+        """This copy is the primary. newest: by worker, what comes of it before is ignored."""
+        self._newest, self._is_down = list(newest), False
+
     # -- what befalls ------------------------------------------------------------------------------------------------
 
     def lose(self, worker: int) -> None:
@@ -248,6 +275,15 @@ class SimShard:
         self._forget(worker, (self._newest[worker][0], math.inf))
         self.store.leave(worker)
         self._deliver()
+
+    def fence(self, worker: int, generation: int) -> tuple[int, int]:
+        """The same, of a worker that may have another process later: (this one's last push that is here, in which tick), as
+        in `LastPushes`."""
+        self._forget(worker, (generation, math.inf))
+        tick = self.store.pushed_in(worker, generation)
+        last = self.store.fence(worker, generation)
+        self._deliver()
+        return last, tick
 
     def restart_worker(self, worker: int, generation: int) -> None:
         """A worker's process is a new one: what is still under way from the old one is ignored; it begins anew."""
@@ -289,6 +325,7 @@ class SimShard:
         self._life += 1
         self._queue = deque(item for item in self._queue if not isinstance(item, Request))
         self._decoding.clear()
+        self._leaving.clear()
         if self._working is not None:
             self._working.cancel()
             self._working = None

@@ -96,7 +96,7 @@ class Spark(Engine):
                 # process indices in the order of the Spark tasks, the shards on the first host
                 joined.assign(roster, process_indices_of(0, spec.shards))
             observer = Listening(spec.observer, joined.hosts)
-            return Driver(joined.hosts, replace(spec, observer=observer)).run(program)
+            return Driver([*joined.hosts], replace(spec, observer=observer)).run(program)
 
     def _opened(self, addresses: tuple[str, str], spec: LaunchSpec) -> tuple[Listener, Stage]:
         """The listener for executors and their settings. addresses: to listen at, and for executors to connect to.

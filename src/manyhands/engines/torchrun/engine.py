@@ -175,10 +175,11 @@ def _store(place: LauncherRank, timeout: timedelta) -> Store:
 
 
 def _own_keys(store: Store) -> Store:
-    """A part of the store that nobody used yet."""
+    """A part of the store that nobody used yet; workers that torchrun has started again have the store of those before."""
     global _meetings
     _meetings += 1
-    return PrefixStore(f"manyhands-{_meetings}", store)
+    again = launchers.restart_count()
+    return PrefixStore(f"manyhands-{f'{again}-' if again else ''}{_meetings}", store)
 
 
 def _topology(place: LauncherRank, spec: LaunchSpec, device: torch.device, meet: Meet) -> Topology:

@@ -119,6 +119,16 @@ def run_id(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
 
 
+RESTARTS = "MANYHANDS_RESTART_COUNT"
+"""How often `manyhands run` has started a script again."""
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun or `manyhands run` has started the workers again; 0 where nobody says."""
+    number = whole_of(environment.get(RESTARTS) or environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return max(0, number or 0)
+
+
 def _tasks_here(text: str, node: str) -> str | None:
     """Slurm's "2(x3),1" by the number of the node: 2, 2, 2, 1."""
     counts: list[str] = []

@@ -130,7 +130,7 @@ class _CodecTiming(Strategy):
         own, received = replica.gradients.clone(), replica.control.received
         group = _EchoGroup(worker)
         mesh = Mesh(world=group, data=group, rows=worker.mesh.rows)
-        compression.mean_gradients(options, replica, replace(worker, group=group, mesh=mesh), state.sent)
+        compression.mean_gradients(options, replica, replace(worker, group=group, mesh=mesh), state.sent)()
         group.stop()
         replica.control.received = received  # all workers' bits, which stop them at the same tick
         replica.gradients.copy_(own)

@@ -155,7 +155,7 @@ class StepRecorder:
         self.trace.weights.append(self.replica.weight)
         return loss
 
-    def apply(self) -> bool:
+    def apply(self, *, extra: bool = False) -> bool:
         replica, trace = self.replica, self.trace
         self._seed("step")
         self._nudge()
@@ -166,7 +166,7 @@ class StepRecorder:
         trace.grad_mask |= replica.grad_mask
         if self.worker.rank == 0:
             trace.gradients.append(replica.gradients.joined().cpu().clone())
-        applied = self._apply()
+        applied = self._apply(extra=extra)
         trace.parameters.append(replica.parameters.joined().detach().cpu().clone())
         return applied
 

@@ -43,6 +43,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.strategies.quorum import Quorum
 from manyhands.task import Task
 from manyhands.training.config import TrainConfig, task_from
+from manyhands.training.joining import join
 from manyhands.training.loop import peak_bytes
 from manyhands.training.plan import WorkerPlan, global_batch
 from manyhands.training.worker_main import make_loop
@@ -340,6 +341,7 @@ def _probe(plan: WorkerPlan, worker: Worker) -> dict[str, int]:
     """Train, and say what this worker held."""
     loaded = resident(os.getpid())
     loop = make_loop(plan, worker)
+    join(loop)
     loop.run()
     loop.outcome()  # makes the consensus
     replica = loop.replica

@@ -22,14 +22,16 @@ from manyhands.engines.sim.collectives import Cost
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.driver_client import backward_in_turn
-from manyhands.engines.sim.engine import Sim, Simulation
+from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.rendezvous import SimRendezvous
+from manyhands.engines.sim.simulation import Simulation
 from manyhands.engines.single_process import running_threads
 from manyhands.evidence.estimate.message_lengths import CODEC, Lengths, Piece, codec_named
 from manyhands.evidence.estimate.model_sizes import ReadingPlan, Shape
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
+from manyhands.training.joining import join
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import make_loop
 from manyhands.worker import Worker
@@ -133,7 +135,9 @@ def simulate(
         worker.group.ledger = ScaledLedger(lengths)
         if worker.server is not None:
             worker.server.ledger = ScaledLedger(lengths)
-        make_loop(plan.copy_for_thread(), worker).run()
+        loop = make_loop(plan.copy_for_thread(), worker)
+        join(loop)
+        loop.run()
 
     with running_threads(1), _without_gc(), backward_in_turn():
         ScaledSimulation(engine, launch, lengths).run(program)
@@ -156,7 +160,7 @@ class ScaledSimulation(Simulation):
     """One launch, with the costs of the real task."""
 
     def __init__(self, engine: Sim, plan: LaunchSpec, lengths: Lengths) -> None:
-        super().__init__(engine, plan)
+        super().__init__(engine.parts, engine.seed, plan)
         workers = plan.workers
         self.wires = ScaledWires(self.wires.network, workers, plan.shards, lengths)
         costs = ScaledCosts(self.wires, workers, lengths)

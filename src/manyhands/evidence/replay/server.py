@@ -79,7 +79,7 @@ class ReplayClient(SoloDriverClient):
             self._count()
 
     @override
-    def lease(self, segment: Segment, replica: int) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
         return self._journal.lease(self._rank, segment)
 
 

@@ -73,6 +73,13 @@ class Rule(ABC):
         """What else it remembers, as JSON; the same on all shards."""
         return {}
 
+    def memory(self) -> dict[str, Any]:
+        """What else it remembers that belongs to a launch, and no checkpoint has, as JSON; for a copy of the shard."""
+        return {}
+
+    def recall(self, memory: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from what `memory` gave, after `load`."""
+
     def load(self, center: Tensor, vectors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Go on from what `vectors` and `numbers` gave; `center` [n] is the one that goes with them."""
         self.start(center)

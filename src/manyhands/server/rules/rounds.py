@@ -130,6 +130,14 @@ class RoundsRule(Rule):
         self._again, self._meeting = numbers["again"], numbers["meeting"]
         self._missed = dict.fromkeys(self._missed, 0)
 
+    @override
+    def memory(self) -> dict[str, Any]:
+        return {"missed": sorted(self._missed.items())}
+
+    @override
+    def recall(self, memory: dict[str, Any]) -> None:
+        self._missed = dict(memory["missed"])
+
     def _join(self, push: Push) -> None:
         self._meeting = bool(push.bits & LAST)
         weight = push.weight / (1 + self._missed.get(push.worker, 0))

@@ -1,0 +1,292 @@
+"""Parts of checkpoints that are written beside training: of their step, one at a time, and reported once."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.assembly import CheckpointAssembly
+from manyhands.checkpoint.checkpoints import Checkpoint
+from manyhands.checkpoint.part_writer import PartWriter, WrittenPart
+from manyhands.checkpoint.parts import Attempt
+from manyhands.checkpoint.paths import AnyPath, RemotePath
+from manyhands.comm.solo import SoloGroup
+from manyhands.errors import ManyhandsError
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def test_the_library_reads_what_is_written_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_WRITTEN_BYTES", 7)
+    shapes = ((3, 4), (), (0, 2), (5,))
+    given = {f"{kind}{shape}": torch.randn(shape).to(kind) for kind in TYPES for shape in shapes}
+    pieces = list(checkpoints.pieces_of(given))
+    found = safetensors.torch.load(b"".join(pieces))
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert len(b"".join(pieces)) == len(safetensors.torch.save(given))
+
+
+class Gate:
+    """In the place of `checkpoints.synced`: files are opened once the gate is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        synced = checkpoints.synced
+
+        @contextmanager
+        def wait(path: Path) -> Iterator[io.BufferedWriter]:
+            self.reached.set()
+            assert self.opened.wait(20)
+            with synced(path) as file:
+                yield file
+
+        monkeypatch.setattr(checkpoints, "synced", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def folder(tmp_path: Path) -> tuple[AnyPath, str]:
+    token = checkpoints.begin(tmp_path, 6, None, pytest.fail)
+    return checkpoints.partial_of(tmp_path, 6, token), token
+
+
+def test_a_part_holds_no_newer_values_than_its_copy(tmp_path: Path, gate: Gate) -> None:
+    """pytorch#144657: training goes on, in the same memory, before a byte is written."""
+    parameters = torch.arange(8.0)
+    view, counts = parameters[2:6].view(2, 2), torch.tensor([3])
+    writer, reports = PartWriter(), list[WrittenPart]()
+    partial, _ = folder(tmp_path)
+    writer.copy({"view": view, "counts": counts})
+    writer.start(partial, SoloGroup(), b"{}", reports.append)
+    assert gate.reached.wait(20)
+    parameters.add_(100)
+    counts.add_(1)
+    assert reports == []
+    gate.opened.set()
+    writer.wait()
+    found = checkpoints.load_tensors(partial / "rank-00000.safetensors")
+    assert torch.equal(found["view"], torch.arange(2.0, 6.0).view(2, 2))
+    assert int(found["counts"]) == 3
+    assert [len(part.files) for part in reports] == [2]
+
+
+def test_the_next_part_waits_for_the_one_before_and_uses_its_memory(tmp_path: Path, gate: Gate) -> None:
+    writer, tensors, reports = PartWriter(), {"w": torch.zeros(1000), "n": torch.zeros(3)}, list[WrittenPart]()
+    partial, _ = folder(tmp_path)
+    writer.copy(tensors)
+    kept = writer._copies["w"].data_ptr()
+    writer.start(partial, SoloGroup(), b"{}", reports.append)
+    waiting = threading.Thread(target=writer.wait)
+    waiting.start()
+    assert waiting.is_alive()
+    assert reports == []
+    gate.opened.set()
+    waiting.join(20)
+    assert len(reports) == 1
+    writer.wait()
+    writer.copy({"w": torch.ones(1000), "n": torch.zeros(4)})
+    assert writer._copies["w"].data_ptr() == kept
+    assert float(writer._copies["w"].sum()) == 1000
+    assert writer._copies["n"].shape == (4,)
+
+
+def test_what_cannot_be_written_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def full(path: Path) -> Iterator[Full]:
+        path.touch()
+        yield Full()
+
+    monkeypatch.setattr(checkpoints, "synced", full)
+    partial, _ = folder(tmp_path)
+    writer, reports = PartWriter(), list[WrittenPart]()
+    writer.copy({"w": torch.zeros(3)})
+    writer.start(partial, SoloGroup(), b"{}", reports.append)
+    writer.wait()
+    assert reports == [WrittenPart(error="No space left on device")]
+    assert list(partial.iterdir()) == []
+
+
+# -- all of it, with the driver's side ---------------------------------------------------------------------------------
+
+
+class Driver:
+    """What a recorder does with an assembly."""
+
+    def __init__(self, where: AnyPath) -> None:
+        self.warnings: list[str] = []
+        self.written: list[int] = []
+        self.flushed = 0
+        self.assembly = CheckpointAssembly(where, self._flush, self.warnings.append, self._written)
+        self._lock = threading.Lock()
+
+    def _flush(self) -> None:
+        assert not self.written or self.written[-1] != 6
+        self.flushed += 1
+
+    def _written(self, attempt: Attempt, path: AnyPath) -> None:
+        assert self.flushed > len(self.written)
+        self.written.append(attempt.tick)
+
+    def report(self, worker_id: int, tick: int, part: WrittenPart) -> None:
+        with self._lock:
+            self.assembly.part(worker_id, tick, 0, part)
+
+
+def save(driver: Driver, where: AnyPath, size: int, far: Callable[[int], None] = lambda rank: None) -> None:
+    token = driver.assembly.begin(6, 0, tuple(range(size)))
+
+    def write(worker: Worker) -> None:
+        far(worker.rank)
+        writer, rank = PartWriter(), worker.rank
+        writer.copy({"w": torch.tensor([rank])})
+        partial = checkpoints.partial_of(where, 6, token)
+        values = b'{"rank": %d}' % rank
+        writer.start(partial, worker.group, values, lambda part: driver.report(rank, 6, part))
+        writer.wait()
+
+    together(size, write)
+
+
+def whole(where: AnyPath) -> Checkpoint:
+    found = checkpoints.newest(where, pytest.fail)
+    assert found is not None
+    assert [int(found.tensors(rank)["w"]) for rank in range(found.ranks)] == list(range(found.ranks))
+    assert [found.values(rank)["rank"] for rank in range(found.ranks)] == list(range(found.ranks))
+    return found
+
+
+def test_parts_of_all_make_a_checkpoint(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    save(driver, tmp_path, 3)
+    assert driver.written == [6]
+    assert whole(tmp_path).ranks == 3
+    assert driver.assembly.settle(6)
+    assert driver.warnings == []
+
+
+def test_elsewhere_than_on_a_disk(tmp_path: Path) -> None:
+    where = RemotePath(f"local://{tmp_path}/checkpoints")
+    driver = Driver(where)
+    save(driver, where, 2)
+    assert whole(where).ranks == 2
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Call it with its rank: in the threads of rank 0, which is on another host by now, nothing below tmp_path is seen."""
+    seen, is_dir = threading.local(), Path.is_dir
+    monkeypatch.setattr(
+        Path,
+        "is_dir",
+        lambda path: is_dir(path) and not (getattr(seen, "far", False) and path.is_relative_to(tmp_path)),
+    )
+    return lambda rank: setattr(seen, "far", rank in (0, 3))
+
+
+def test_ranks_that_do_not_see_the_folder_send_their_part(tmp_path: Path, far: Callable[[int], None]) -> None:
+    driver = Driver(tmp_path)
+    save(driver, tmp_path, 4, far)
+    assert driver.written == [6]
+    assert whole(tmp_path).ranks == 4
+
+
+def test_whoever_keeps_the_parts_of_others_has_a_full_disk(
+    tmp_path: Path, far: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what comes all the same: nobody waits for it."""
+    synced = checkpoints.synced
+
+    @contextmanager
+    def full(path: Path) -> Iterator[io.BufferedWriter]:
+        with synced(path) as file:
+            if path.name == "rank-00003.safetensors":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield file
+
+    monkeypatch.setattr(checkpoints, "synced", full)
+    driver = Driver(tmp_path)
+    driver.assembly.parts.newest = 3
+    save(driver, tmp_path, 4, far)
+    assert driver.written == []
+    (warning,) = driver.warnings
+    assert "worker 1: No space left on device" in warning
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_nobody_sees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tmp_path)
+    token = driver.assembly.begin(6, 0, (0,))
+    partial = checkpoints.partial_of(tmp_path, 6, token)
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)
+    reports = list[WrittenPart]()
+    PartWriter().start(partial, SoloGroup(), b"{}", reports.append)
+    assert "all hosts share" in reports[0].error
+    with pytest.raises(ManyhandsError, match="there is no older one"):
+        driver.assembly.part(0, 6, 0, reports[0])
+
+
+def test_a_dropped_checkpoint_leaves_nothing(tmp_path: Path, gate: Gate) -> None:
+    """Whoever still writes when a member is lost is not waited for; what it leaves is gone at the end."""
+    driver, writer = Driver(tmp_path), PartWriter()
+    token = driver.assembly.begin(6, 0, (0, 1))
+    partial = checkpoints.partial_of(tmp_path, 6, token)
+    writer.copy({"w": torch.zeros(3)})
+    writer.start(partial, SoloGroup(), b"{}", lambda part: driver.report(0, 6, part))
+    assert gate.reached.wait(20)
+    driver.assembly.lost(1)
+    assert not partial.exists()
+    partial.mkdir()  # as if the removal had missed a file
+    gate.opened.set()
+    writer.wait()
+    assert len(list(partial.iterdir())) == 2
+    driver.assembly.close()
+    assert list(tmp_path.iterdir()) == []
+    assert len(driver.warnings) == 1
+    assert driver.written == []
+
+
+def test_the_manifest_finds_the_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tmp_path)
+    driver.assembly.parts.newest = 3
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "_write_manifest", full)
+    save(driver, tmp_path, 2)
+    assert driver.written == []
+    assert "the driver: No space left on device" in driver.warnings[0]
+    assert list(tmp_path.glob("step-*")) == []
+    with pytest.raises(ManyhandsError, match="the run's last one"):
+        driver.assembly.settle(6)
+
+
+def test_the_folder_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    driver = Driver(tmp_path / "checkpoints")
+    driver.assembly.parts.newest = 3
+    assert driver.assembly.begin(6, 0, (0, 1)) == ""
+    assert "the driver: File exists" in driver.warnings[0]
+    assert not driver.assembly.parts.settle(6)

@@ -1,0 +1,255 @@
+"""`manyhands train --max-restarts`: a driver that was killed is started again; signals and exit codes pass through."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver_script import MARK, MarkedProcess, wait_until
+
+import manyhands as mh
+import plain
+from manyhands.engines.driver import supervisor
+
+slow = pytest.mark.slow
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+CHILD = """
+    import json, os, signal, sys, time
+    from manyhands.engines.driver import supervisor
+    link = supervisor.link()
+"""
+
+
+@pytest.fixture
+def drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Instead of the command, the program in the file `driver.py` runs, a light one."""
+    path = tmp_path / "driver.py"
+    begin, _ = supervisor._BOOTSTRAP.split("from manyhands")
+    bootstrap = f"{begin}exec(open({str(path)!r}).read())"
+    monkeypatch.setattr(supervisor, "_BOOTSTRAP", bootstrap)
+    monkeypatch.setattr(supervisor, "command", ["manyhands", "train"])
+    yield path
+    assert not supervisor._link
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(textwrap.dedent(CHILD) + textwrap.dedent(text))
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_an_exit_code_is_passed_on(code: int, drivers: Path) -> None:
+    write(drivers, f"assert link.why == '' and sys.argv[1:] == ['train']; sys.exit({code})")
+    assert supervisor.supervise(3, "runs/mine") == code
+
+
+def test_a_driver_that_was_killed_is_started_again_with_what_it_reported(
+    drivers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        drivers,
+        f"""
+        seen = open({str(tmp_path / "seen")!r}, "a")
+        print(json.dumps([link.made, bool(link.why), link.port, sys.argv[1:]]), file=seen, flush=True)
+        link.report(port=7000)
+        if link.why:
+            link.report(made=[*link.made, 8])
+        if len(link.made) < 1 or not link.why:
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert supervisor.supervise(3, "runs/mine") == 0
+    lines = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    again = ["train", "--resume"]
+    assert lines == [[[], False, None, ["train"]], [[], True, 7000, again], [[8], True, 7000, again]]
+    assert "killed by signal 9 (SIGKILL)" in capfd.readouterr().err
+
+
+def test_no_more_drivers_than_asked_for(drivers: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where none lives long enough to report anything."""
+    write(drivers, f"open({str(tmp_path / 'seen')!r}, 'a').write('x'); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert supervisor.supervise(2, "runs/mine") == 1
+    assert (tmp_path / "seen").read_text() == "xxx"
+    assert "--resume --run-dir runs/mine" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_whoever_asks_for_the_end_gets_it(number: signal.Signals, code: int, drivers: Path, tmp_path: Path) -> None:
+    """Passed to the driver, and not started again, though the signal kills it."""
+    write(
+        drivers,
+        f"""
+        signal.signal({int(number)}, signal.SIG_DFL)
+        open({str(tmp_path / "seen")!r}, "a").write("x")
+        os.kill(os.getppid(), {int(number)})
+        time.sleep(60)
+        """,
+    )
+    assert supervisor.supervise(9, "runs/mine") == code
+    assert (tmp_path / "seen").read_text() == "x"
+
+
+def test_hosts_get_credentials_that_outlive_a_driver(
+    drivers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
+    write(
+        drivers,
+        f"""
+        path = os.environ["MANYHANDS_CREDENTIALS"]
+        assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+        open({str(tmp_path / "seen")!r}, "a").write(path + "\\n")
+        if not link.why:
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert supervisor.supervise(1, "runs/mine", hosts=True) == 0
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert first == second
+    assert not Path(first).parent.exists()
+
+
+# -- the command itself ------------------------------------------------------------------------------------------------
+
+
+class Command(MarkedProcess):
+    """`manyhands train` with a supervisor."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.mark = f"{folder.name}-{os.getpid()}"
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "manyhands",
+                "train",
+                "digits",
+                "-n",
+                "2",
+                "--epochs",
+                "2",
+                "--checkpoint-every",
+                "5",
+                "--threads-per-worker",
+                "1",
+                "--run-dir",
+                "run",
+                *words,
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.run_dir = folder / "run"
+
+    def driver(self) -> int:
+        """Its process, once there is a checkpoint."""
+        wait_until(lambda: any((self.run_dir / "checkpoints").glob("step-*[0-9]")), 90)
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=100)
+        wait_until(lambda: not self.processes(), 10)
+        return self.process.returncode, out, err
+
+
+@slow
+def test_a_run_whose_driver_is_killed_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    command = Command(tmp_path, "--max-restarts", "1")
+    driver = command.driver()
+    assert "torch" not in Path(f"/proc/{command.process.pid}/maps").read_text()
+    os.kill(driver, signal.SIGKILL)
+    code, out, err = command.end()
+    assert code == 0, err
+    assert "restart 1 of 1" in err
+    result = json.loads((command.run_dir / "result.json").read_text())
+    assert [one["cause"] for one in result["restarts"]] == ["driver"]
+    history = list(mh.read_history(command.run_dir))
+    assert [row["tick"] for row in history] == list(range(82))
+    assert result["rows"]["total"] == 2 * 1297
+    assert "restarts" in out
+
+
+@slow
+def test_sigterm_passes_through_and_nothing_is_started_again(tmp_path: Path) -> None:
+    command = Command(tmp_path, "--max-restarts", "3")
+    command.driver()
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.end()
+    assert code == 75, err
+    assert "it can be resumed" in err or "resume it" in err
+
+
+@slow
+def test_the_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """As an unsupervised one would that was killed: no process is left."""
+    command = Command(tmp_path, "--max-restarts", "3")
+    command.driver()
+    command.process.kill()
+    command.end()
+
+
+# -- train() in a driver that was started again --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[dict[str, Any]]]:
+    """This process is a driver after one that was killed; what it reports."""
+
+    def begin(made: list[int]) -> list[dict[str, Any]]:
+        reports: list[dict[str, Any]] = []
+        link = supervisor.DriverLink(made=made, why="the driver was killed by signal 9 (SIGKILL)")
+        monkeypatch.setattr(supervisor, "_link", link)
+        monkeypatch.setattr(supervisor.DriverLink, "report", lambda self, **values: reports.append(values))
+        return reports
+
+    return begin
+
+
+def interrupted(run_dir: Path) -> None:
+    """A run of which two epochs of four are there, with a fault that has happened."""
+    with pytest.raises(mh.WorkerFailed):
+        mh.train(plain.task(epochs=4), engine="sim:faults=kill=1@step:9", workers=2, run_dir=run_dir)
+
+
+def test_the_next_driver_knows_what_the_one_before_did(
+    started_again: Callable[[list[int]], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The fault does not happen again; the restart counts; the history is one."""
+    interrupted(tmp_path / "run")
+    reports = started_again([4])
+    run = mh.train(
+        plain.task(epochs=4),
+        engine="sim:faults=kill=1@step:9",
+        workers=2,
+        run_dir=tmp_path / "run",
+        resume=True,
+        survive="max_restarts=3",
+    )
+    assert reports == [{"made": [4, 8]}]
+    assert [(one["step"], one["cause"]) for one in run.restarts] == [(8, "driver")]
+    assert run.restarts[0]["message"].endswith("restart 2 of 3 from step 8")
+    assert run.info["faults"] == {"kill=1@step:9": 1}
+    assert run.generations == 2
+    assert [row["tick"] for row in run.history] == list(range(16))
+
+
+def test_one_restart_too_many_is_refused(
+    started_again: Callable[[list[int]], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    interrupted(tmp_path / "run")
+    started_again([8, 8, 8])
+    given = {"engine": "sim", "workers": 2, "run_dir": tmp_path / "run", "resume": True}
+    with pytest.raises(mh.ManyhandsError, match="3 times from step 8 without a checkpoint"):
+        mh.train(plain.task(epochs=4), survive="max_restarts=9", **given)

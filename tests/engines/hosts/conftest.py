@@ -1,0 +1,29 @@
+"""What tests of several hosts on one machine need: credentials of their own, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "run.pem"
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
+    return path
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No child process, no descriptor."""
+    before, there = set(os.listdir("/proc/self/fd")), children()
+    yield
+    assert children() <= there  # other tests of this process may keep a fork server warm
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def children() -> set[str]:
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}

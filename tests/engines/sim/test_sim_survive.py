@@ -1,0 +1,338 @@
+"""Simulated runs that go on when workers are lost, by the same decisions as real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.errors import PeerLost, Unsupported, WorkerFailed
+
+ROWS, BATCH, EPOCHS = 200, 39, 3
+STEPS = EPOCHS * 6  # 5 whole batches and one of 5 rows
+STEP_S = "compute=step=100ms"
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 1, dtype=torch.float64))
+
+
+def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return ((net(x) - y) ** 2).mean()
+
+
+@pytest.fixture(scope="module")
+def task() -> mh.Task:
+    draws = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(ROWS, n, generator=draws, dtype=torch.float64) for n in (5, 1))
+    return mh.Task(
+        model=model,
+        loss=loss,
+        optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+        schedule=lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
+        train_data=(x, y),
+        validation_data=(x, y),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(task: mh.Task) -> mh.Run:
+    return mh.train(task, workers=1)
+
+
+def train(task: mh.Task, faults: str, survive: str = "max_losses=any", workers: int = 3, **options: Any) -> mh.Run:
+    engine = f"sim:{STEP_S},faults='{','.join(filter(None, ('notice=10ms', faults)))}'"
+    return mh.train(task, workers=workers, engine=engine, survive=survive, **options)
+
+
+def check_exact(run: mh.Run, alone: mh.Run) -> None:
+    assert (run.parameters - alone.parameters).abs().max() < 1e-10
+    assert run.metrics["validation_loss"] == pytest.approx(alone.metrics["validation_loss"], abs=1e-10)
+    assert run.rows["total"] == EPOCHS * ROWS
+    assert [row["step"] for row in run.history] == list(range(1, STEPS + 1))
+    assert [row["tick"] for row in run.history] == list(range(STEPS))
+    assert [row["rows"] for row in run.history] == [row["rows"] for row in alone.history]
+
+
+CHANGES = {
+    "kill=1@step:7": 1,
+    "kill=0@step:7": 1,
+    "kill=2@0.73s": 1,
+    "kill=0@step:7,kill=1@step:7": 2,
+    "kill=0@step:7,kill=1@step:8,kill=2@step:11": 3,
+    "kill=0@step:0": 1,
+    "kill=2@0s": 1,
+    f"kill=0@step:{STEPS - 1}": 1,
+    "restart=1@step:7+0.35": 1,
+    "leave=0@step:7": 0,
+    "leave=1@0.5s,kill=0@step:9": 1,
+    "kill=1@step:3,back=0.5": 1,
+    "kill=1@step:7:exchange": 1,
+    "kill=0@step:7:commit": 1,
+    "kill=2@step:0:join": 1,
+    "pause=1@step:7:exchange+0.5": 0,
+    "restart=1@step:7:commit+0.35": 1,
+}
+
+
+@pytest.mark.parametrize("faults", CHANGES)
+def test_whoever_is_lost_or_leaves_the_result_is_one_workers(task: mh.Task, alone: mh.Run, faults: str) -> None:
+    run = train(task, faults)
+    check_exact(run, alone)
+    planned = [one for one in faults.split(",") if not one.startswith("back")]
+    assert run.info["faults"] == dict.fromkeys(planned, 1)
+    assert len(run.losses) == CHANGES[faults]
+    assert run.generations > 1 or faults in ("kill=2@0s", "kill=2@step:0:join", "pause=1@step:7:exchange+0.5")
+
+
+def test_from_four_to_three_to_one_to_four(task: mh.Task, alone: mh.Run) -> None:
+    faults = "kill=3@step:2,kill=0@step:5,kill=1@step:5,join=3@0.9s"
+    run = train(task, faults, "max_losses=3,replace=false,max_workers=4", workers=4)
+    check_exact(run, alone)
+    assert len(run.rows["workers"]) == 4
+    assert run.rows["total"] == EPOCHS * ROWS
+
+
+def test_a_joiner_beyond_the_number_at_the_start(task: mh.Task, alone: mh.Run) -> None:
+    run = train(task, "join=2@step:4", "max_losses=0,max_workers=5")
+    check_exact(run, alone)
+    assert len(run.rows["workers"]) == 5
+    assert run.losses == []
+
+
+def test_each_killed_again_and_again(task: mh.Task, alone: mh.Run) -> None:
+    run = train(task, "mtbf=1.5s", workers=5)
+    check_exact(run, alone)
+    assert len(run.losses) == run.info["faults"]["mtbf"] > 2
+
+
+def test_the_same_seed_gives_the_same_bits_and_times(task: mh.Task) -> None:
+    one, other = (train(task, "mtbf=1.5s", workers=4) for _ in range(2))
+    assert torch.equal(one.parameters, other.parameters)
+    assert (one.losses, one.goodput, one.seconds) == (other.losses, other.goodput, other.seconds)
+
+
+def test_what_a_loss_costs_in_virtual_time(task: mh.Task) -> None:
+    """One of two is killed as its step begins: the other waits until it is noticed, and repeats the step."""
+    free = train(task, "", workers=2)
+    run = train(task, "kill=1@step:7", "max_losses=1,replace=false", workers=2)
+    assert run.seconds == pytest.approx(
+        free.seconds + 0.1, abs=0.03
+    )  # it was computing while the other's end was noticed
+    assert run.rows["repeated"] == BATCH
+    left_s = run.seconds - 0.7 - 0.1
+    assert run.goodput["absent_s"] == pytest.approx(left_s, rel=0.1)
+    assert run.goodput["goodput"] < 0.7
+
+
+def test_a_replacement_comes_when_its_time_is_over(task: mh.Task) -> None:
+    soon, late = (train(task, f"kill=1@step:3,back={back}") for back in (0.1, 0.9))
+    for run, back_s in ((soon, 0.1), (late, 0.9)):  # it joins between two steps: one is under way, one brings the wish
+        assert back_s < run.goodput["absent_s"] < back_s + 2 * 0.1 + 0.05
+
+
+def test_without_anybody_left_the_run_fails_and_says_so(task: mh.Task) -> None:
+    with pytest.raises(WorkerFailed, match="no worker is left"):
+        train(task, "kill=0@step:7,kill=1@step:7,kill=2@step:7")
+
+
+def test_the_budget_ends_the_run(task: mh.Task) -> None:
+    with pytest.raises(WorkerFailed, match="max_losses is 1"):
+        train(task, "kill=0@step:3,kill=1@step:7", "max_losses=1")
+
+
+def test_too_few_workers_wait_and_then_fail(task: mh.Task) -> None:
+    with pytest.raises(WorkerFailed, match="min_workers is 3, none joined within 20 s"):
+        train(task, "kill=1@step:7", "max_losses=1,min_workers=3,replace=false,wait_s=20")
+
+
+def test_too_few_workers_go_on_when_one_joins(task: mh.Task, alone: mh.Run) -> None:
+    run = train(task, "kill=1@step:7,join=1@5s", "max_losses=1,min_workers=3,replace=false,wait_s=20")
+    check_exact(run, alone)
+    assert run.seconds > 5.0
+
+
+def test_an_exception_is_a_loss_and_the_same_one_twice_is_the_programs(task: mh.Task, alone: mh.Run) -> None:
+    raised: list[int] = []
+
+    def fails(times: int) -> Any:
+        def checked(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if len(raised) < times and len(batch[0]) == 1:  # of the last batch's 5 rows
+                raised.append(1)
+                raise ValueError("a bad row")
+            return loss(net, batch)
+
+        return checked
+
+    run = train(task.with_fields(loss=fails(1)), "")
+    check_exact(run, alone)
+    assert [one["cause"] for one in run.losses] == ["error"]
+    raised.clear()
+    with pytest.raises(WorkerFailed, match="raised the same ValueError at test_sim_survive.py"):
+        train(task.with_fields(loss=fails(100)), "")
+
+
+def test_checkpoints_of_changing_members_resume(task: mh.Task, alone: mh.Run, tmp_path: Path) -> None:
+    first = train(task, "kill=0@step:4", "max_losses=1,replace=false", run_dir=tmp_path / "run", epochs=2)
+    assert first.steps == 12
+    run = mh.train(task, workers=2, engine=f"sim:{STEP_S}", run_dir=tmp_path / "run", resume=True)
+    assert run.rows["total"] == EPOCHS * ROWS
+    rows = list(mh.read_history(tmp_path / "run"))
+    assert sorted(row["tick"] for row in rows) == list(range(STEPS))
+    assert sum(row["rows"] for row in rows) == EPOCHS * ROWS
+
+
+@pytest.mark.parametrize("fault", ["kill=1@step:6:save", "disk=1@step:6"])
+def test_a_checkpoint_that_is_not_whole_is_dropped(task: mh.Task, alone: mh.Run, tmp_path: Path, fault: str) -> None:
+    """As on real workers: it is named, the older one is kept, and the next one is whole."""
+    run = train(task, fault, run_dir=tmp_path, checkpoint_every=3)
+    check_exact(run, alone)
+    assert run.info["faults"] == {fault: 1}
+    assert len(run.losses) == fault.startswith("kill")
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000015", "step-00000018"]
+    if fault.startswith("disk"):
+        (warning,) = run.info["warnings"]
+        assert "worker 1: No space left on device" in warning
+
+
+def test_the_error_names_whose_gradient_is_not_finite(task: mh.Task) -> None:
+    with pytest.raises(mh.ManyhandsError, match="own gradient of worker 1 alone is not finite"):
+        train(task, "nan=1@step:4")
+    run = train(task, "nan=1@step:4", nonfinite="skip")
+    assert run.info["faults"] == {"nan=1@step:4": 1}
+    assert run.rows["unused"] == BATCH
+
+
+# -- a link between hosts is cut -----------------------------------------------------------------------------------------
+
+
+def cut(task: mh.Task, faults: str, survive: str = "max_losses=any,replace=false", **options: Any) -> Any:
+    """(The run, what changed.)"""
+    seen = Changes()
+    return train(task, faults, survive, callbacks=[seen], **options), seen.changes
+
+
+def test_after_a_cut_the_same_members_go_on(task: mh.Task, alone: mh.Run) -> None:
+    """They connect again once messages pass."""
+    free = train(task, "")
+    run, changes = cut(task, "cut=host1@0.75s+3")
+    check_exact(run, alone)
+    assert run.info["faults"] == {"cut=host1@0.75s+3": 1}
+    assert (run.losses, run.generations) == ([], 2)
+    assert {kind for kind, _ in changes} == {"accused"}
+    assert all("lost its connection to worker" in message for _, message in changes)
+    assert run.seconds == pytest.approx(free.seconds + 3.0, abs=0.11)  # the step under way is made again
+
+
+@pytest.mark.parametrize(
+    ("faults", "workers", "leaves"),
+    [
+        ("cut=host0@0.75s+3,cut=host0@4s+1", 3, 0),  # the others accuse it
+        ("cut=host1@0.75s+3,cut=host1@4s+1", 2, 1),  # each accuses the other: the higher id
+        ("cut=host0@0.75s+3,cut=host0@4s+1", 2, 1),
+        ("cut=host1@0.75s+20", 3, 1),  # longer than they try to connect
+    ],
+)
+def test_the_same_pair_again_within_a_minute_parts_it(
+    task: mh.Task, alone: mh.Run, faults: str, workers: int, leaves: int
+) -> None:
+    run, _ = cut(task, faults, workers=workers)
+    check_exact(run, alone)
+    assert [(one["worker_id"], one["cause"]) for one in run.losses] == [(leaves, "link")]
+    assert run.generations == 3
+
+
+def test_the_same_pair_later_than_a_minute_stays(task: mh.Task, alone: mh.Run) -> None:
+    engine = "sim:compute=step=10s,faults='cut=host1@15s+3,cut=host1@100s+3'"
+    run = mh.train(task, workers=3, engine=engine, survive="max_losses=0")
+    check_exact(run, alone)
+    assert (run.losses, run.generations) == ([], 3)
+
+
+def test_a_cut_host_of_several_workers(task: mh.Task, alone: mh.Run) -> None:
+    engine = f"sim:{STEP_S},network=workers_per_host=2,faults='cut=host1@0.75s+1,cut=host1@2.2s+1'"
+    run = mh.train(task, workers=4, engine=engine, survive="max_losses=any,replace=false")
+    check_exact(run, alone)
+    assert [one["cause"] for one in run.losses] == ["link"]
+
+
+def test_a_cut_without_survive_ends_the_run(task: mh.Task) -> None:
+    with pytest.raises(PeerLost, match="is cut off"):
+        mh.train(task, workers=3, engine=f"sim:{STEP_S},faults='cut=host1@0.75s+3'")
+
+
+def test_a_cut_of_a_host_that_is_not_there(task: mh.Task) -> None:
+    with pytest.raises(mh.BadInput, match="the workers' hosts are host0 to host1"):
+        mh.train(task, workers=4, engine="sim:network=workers_per_host=2,faults='cut=host2@1s+3'")
+
+
+# -- how long it takes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_recovery_takes_seconds_however_many_there_are(task: mh.Task, workers: int) -> None:
+    """torchft#329: 948 s to recover. Here: until it is noticed, and the step under way once more."""
+    free = train(task, "", workers=workers)
+    run = train(task, f"kill={workers - 1}@0.75s,notice=0.3", "max_losses=1,replace=false", workers=workers)
+    assert len(run.losses) == 1
+    assert run.seconds - free.seconds <= 0.3 + 0.1 + 0.01
+
+
+def test_changes_without_survive_are_refused(task: mh.Task) -> None:
+    for faults in ("leave=1@step:2", "join=1@step:2", "mtbf=5s"):
+        with pytest.raises(Unsupported, match="survive"):
+            mh.train(task, workers=3, engine=f"sim:faults={faults}")
+
+
+def test_a_slow_worker_leaves(task: mh.Task, alone: mh.Run) -> None:
+    """Once 20 steps of each are reported; nobody takes its place on its host."""
+    seen = Changes()
+    longer = task.with_fields(epochs=8)
+    run = mh.train(
+        longer, workers=3, engine="sim:compute='step=100ms,1=5x'", survive="max_losses=1,slow=3", callbacks=[seen]
+    )
+    assert [(one["worker_id"], one["cause"]) for one in run.losses] == [(1, "slow")]
+    assert 20 <= run.losses[0]["step"] <= 22
+    assert run.generations == 2
+    assert (run.parameters - mh.train(longer, workers=1).parameters).abs().max() < 1e-10
+    assert run.rows["total"] == 8 * ROWS
+    assert [kind for kind, _ in seen.changes] == ["lost"]
+    assert "5.0 times as long for a step as the others" in seen.changes[0][1]
+
+
+@pytest.mark.parametrize(
+    "survive", ["max_losses=1", "max_losses=0,slow=3", "max_losses=1,min_workers=3,slow=3", "slow=9"]
+)
+def test_a_slow_worker_that_stays_is_named_once(task: mh.Task, survive: str) -> None:
+    """Where it may not leave, or where that would end the run, or have it wait."""
+    seen = Changes()
+    engine = "sim:compute='step=100ms,1=5x'"
+    run = mh.train(task.with_fields(epochs=8), workers=3, engine=engine, survive=survive, callbacks=[seen])
+    assert run.losses == []
+    assert [kind for kind, _ in seen.changes] == ["slow"]
+    assert "worker 1 on host" in seen.changes[0][1]
+
+
+def test_a_worker_that_is_twice_as_slow_is_not_named(task: mh.Task) -> None:
+    seen = Changes()
+    engine = "sim:compute='step=100ms,1=2x'"
+    mh.train(task.with_fields(epochs=8), workers=3, engine=engine, survive="max_losses=1", callbacks=[seen])
+    assert seen.changes == []
+
+
+class Changes(mh.Callback):
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, str]] = []
+
+    def on_notice(self, event: mh.Event) -> None:
+        if event.type == "change":
+            self.changes.append((event.values["kind"], event.values["message"]))

@@ -1,0 +1,151 @@
+"""A worker that stops or hangs, and a run whose driver is asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver_script import wait_until
+from fault_harness import (
+    GLOBAL_ROWS,
+    Patient,
+    Strike,
+    Trial,
+    equal,
+    fired,
+    hang,
+    recorded_once,
+    reference,
+    task,
+)
+
+import manyhands as mh
+import plain
+from manyhands.checkpoint import checkpoints
+from manyhands.recording.run import Run
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("phase", ["", pytest.param(":exchange", marks=slow), pytest.param(":commit", marks=slow)])
+def test_a_short_stop_is_nothing(phase: str, trial: Trial, one_worker: Run) -> None:
+    fault = f"pause=1@step:4{phase}+0.5"
+    run = trial.train(faults=fault, survive="max_losses=0,silence_s=20", run_dir=trial.run_dir)
+    fired(run, fault)
+    assert (run.losses, run.generations) == ([], 1)
+    equal(run, one_worker)
+    recorded_once(run, trial.seen, trial.run_dir, GLOBAL_ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker_id", [1, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize("phase", ["", pytest.param(":exchange", marks=slow), pytest.param(":commit", marks=slow)])
+def test_a_long_stop_is_a_loss(worker_id: int, phase: str, trial: Trial, one_worker: Run) -> None:
+    """The stopped process is killed before the others go on, and another one takes its place."""
+    fault = f"pause={worker_id}@step:4{phase}+300"
+    survive = "max_losses=1,silence_s=2"
+    run = trial.train(faults=fault, survive=survive, of=task(loss=Patient(call=6)), run_dir=trial.run_dir)
+    fired(run, fault)
+    assert [(one["worker_id"], one["cause"], one["step"]) for one in run.losses] == [(worker_id, "silence", 4)]
+    assert run.generations == 3
+    equal(run, one_worker)
+    recorded_once(run, trial.seen, trial.run_dir, GLOBAL_ROWS)
+
+
+@slow  # timeout_s holds for the start, too, which takes seconds on a busy machine
+@pytest.mark.parametrize("worker_id", [1, 0])
+def test_a_hang_is_a_loss(worker_id: int, trial: Trial, one_worker: Run) -> None:
+    strike = Strike(worker_id, "before backward", act=hang, call=5)
+    run = trial.train(strike, survive="max_losses=1", timeout_s=15, run_dir=trial.run_dir)
+    fired(run, strike)
+    assert [(one["worker_id"], one["cause"], one["step"]) for one in run.losses] == [(worker_id, "hang", 4)]
+    equal(run, one_worker)
+    recorded_once(run, trial.seen, trial.run_dir, GLOBAL_ROWS)
+
+
+@pytest.mark.slow
+@dataclass
+class Ending:
+    """A loss at whose so manieth call in worker 0 after a lost worker was replaced the driver gets a signal."""
+
+    mark: Path
+    number: signal.Signals
+    call: int = 2
+    driver: int = 0
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.driver, self.patient = os.getpid(), Patient(call=4)
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
+        worker = mh.worker()
+        if worker is not None and model.training and worker.generation >= 0:
+            self.patient(model, batch)
+            self.calls += worker.generation >= 2  # three workers, then two, and three again
+            if self.calls == self.call and worker.worker_id == 0 and not self.mark.exists():
+                self.mark.touch()
+                os.kill(self.driver, self.number)
+                if self.number == signal.SIGTERM:
+                    wait_until(lambda: worker.driver.should_stop() == "preempted")
+                else:
+                    time.sleep(60)
+        return plain.cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize("survive", ["max_losses=1", pytest.param(None, marks=slow)])
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=slow)])
+def test_a_preempted_run_is_resumed(lost: int, survive: str | None, trial: Trial) -> None:
+    """SIGTERM comes once the replacement is a member: all save at one step."""
+    ending = Ending(trial.folder / "ended", signal.SIGTERM)
+    fault = f"kill={lost}@step:1:exchange"
+    given = task(epochs=6)
+    with pytest.raises(mh.Preempted):
+        trial.train(faults=fault, of=task(epochs=6, loss=ending), run_dir=trial.run_dir)
+    assert trial.seen.faults == [fault]
+    assert ending.mark.exists()
+    newest = checkpoints.newest(trial.run_dir / "checkpoints", pytest.fail)
+    assert newest is not None
+    assert newest.ranks == 3
+    assert 3 < newest.tick < 18
+    run = trial.train(of=given, run_dir=trial.run_dir, resume=True, survive=survive)
+    equal(run, reference(given))
+    rows = [39, 39, 22] * 6
+    assert run.rows["total"] == sum(rows)
+    assert run.info["warnings"] == []
+    assert [(row["tick"], row["rows"]) for row in mh.read_history(trial.run_dir)] == list(enumerate(rows))
+    assert [(row["tick"], row["rows"]) for row in run.history] == list(enumerate(rows))
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_nothing(trial: Trial) -> None:
+    ending = Ending(trial.folder / "ended", signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trial.train(faults="kill=1@step:1:exchange", of=task(loss=ending), run_dir=trial.run_dir)
+    assert ending.mark.exists()
+    assert trial.seen.faults == ["kill=1@step:1:exchange"]
+
+
+@slow
+def test_a_driver_that_is_asked_to_end_while_a_worker_is_lost(trial: Trial, one_worker: Run) -> None:
+    """The stop is asked for before the members meet again."""
+    strike = Strike(1, "before backward", act=end_driver_and_die, call=4)
+    with pytest.raises(mh.Preempted):
+        trial.train(strike, run_dir=trial.run_dir)
+    assert trial.seen.faults == [str(strike)]
+    run = trial.train(run_dir=trial.run_dir, resume=True)
+    equal(run, one_worker)
+    assert [(row["tick"], row["rows"]) for row in run.history] == list(enumerate(GLOBAL_ROWS))
+
+
+def end_driver_and_die() -> None:
+    fork_server = os.getppid()
+    driver = int(Path(f"/proc/{fork_server}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(driver, signal.SIGTERM)
+    wait_until(lambda: mh.worker().driver.should_stop() == "preempted")
+    os.kill(os.getpid(), signal.SIGKILL)

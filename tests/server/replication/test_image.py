@@ -1,0 +1,123 @@
+"""A store that took another's image answers every later call as that one does, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.errors import ManyhandsError
+from manyhands.server.base import ServerSpec
+from manyhands.server.rules import RULES, make_rule
+from manyhands.server.store import Store
+
+WORKERS, N = 3, 5
+OPTIONS: dict[str, dict[str, Any]] = {
+    "distance": {"rate": 0.1},
+    "outer": {"optimizer": "Adam", "rate": 0.1},
+    "quorum": {"backups": 1},
+    "elastic": {"alpha": 0.3},
+}
+CALLS = (
+    *["push"] * 9,
+    *["tick"] * 5,
+    *["activate"] * 3,
+    "pull",
+    "pull",
+    "read",
+    "deactivate",
+    "leave",
+    "fence",
+    "again",
+)
+
+
+class Calls:
+    """Random calls of workers, the same for every store; refused ones too."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.generations, self.sequences, self.ticks = [0] * WORKERS, [0] * WORKERS, [0] * WORKERS
+
+    def next(self) -> tuple[str, int, int, Any, float, int]:
+        worker, name = self.random.randrange(WORKERS), self.random.choice(CALLS)
+        if name == "activate" and self.random.random() < 0.2:
+            self.generations[worker] += 1
+            self.sequences[worker] = self.ticks[worker] = 0
+        if name == "push":
+            self.sequences[worker] += 1
+        if name == "tick":
+            self.ticks[worker] += 1
+        number = {"push": self.sequences, "again": self.sequences, "tick": self.ticks}.get(name, self.generations)[
+            worker
+        ]
+        update = torch.randn(N, generator=self.generator, dtype=torch.float64)
+        return name, worker, number, update, float(self.random.choice([0, 1, 2.5])), self.random.randrange(4)
+
+
+def made(store: Store, call: tuple[str, int, int, Any, float, int]) -> Any:
+    """What the store says to a call, as text, with all that it released."""
+    name, worker, number, update, weight, bits = call
+    try:
+        match name:
+            case "pull":
+                reply: Any = store.pull(worker)
+            case "push" | "again":
+                reply = store.push(worker, number, update.clone(), weight, bits)
+            case "tick":
+                reply = store.tick(worker, bits, number)
+            case "read":
+                reply = store.read()
+            case "activate":
+                reply = store.activate(worker, number)
+            case "fence":
+                reply = store.fence(worker, number)
+            case _:
+                reply = getattr(store, name)(worker)
+    except ManyhandsError as error:
+        reply = error
+    released, store.released = store.released, []
+    return [repr(reply), repr(released), store.version, store.center.tolist()]
+
+
+def opened(rule: str, bound: int | None) -> Store:
+    store = Store(make_rule(ServerSpec(rule=rule, options=OPTIONS.get(rule, {}))), WORKERS, bound)
+    store.initialize(torch.zeros(N, dtype=torch.float64))
+    for worker in range(WORKERS):
+        store.activate(worker, 0)
+    return store
+
+
+def copied(store: Store, rule: str, bound: int | None) -> Store:
+    vectors, numbers = store.image()
+    other = Store(make_rule(ServerSpec(rule=rule, options=OPTIONS.get(rule, {}))), WORKERS, bound)
+    other.take_image({name: vector.clone() for name, vector in vectors.items()}, json.loads(json.dumps(numbers)))
+    return other
+
+
+@pytest.mark.parametrize("bound", [None, 0, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_copy_goes_on_as_the_store_does(rule: str, bound: int | None) -> None:
+    for seed in range(12):
+        calls, store = Calls(seed), opened(rule, bound)
+        copies: list[Store] = []
+        for index in range(60):
+            if index % 15 == 7:
+                copies.append(copied(store, rule, bound))
+            call = calls.next()
+            wanted = made(store, call)
+            for copy in copies:
+                assert made(copy, call) == wanted, (seed, index, call[:3])
+
+
+def test_a_store_without_a_center_is_copied_too() -> None:
+    store = Store(make_rule(ServerSpec(rule="add")), WORKERS)
+    store.activate(1, 4)
+    other = copied(store, "add", None)
+    for one in (store, other):
+        one.initialize(torch.zeros(N))
+        one.push(1, 1, torch.ones(N), 1.0, 0)
+        assert one.center.eq(1).all()
