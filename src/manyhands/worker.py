@@ -59,8 +59,9 @@ class DriverClient(ABC):
         """A collective at an epoch's end and before a checkpoint: bring to the driver all ranks' events that still wait."""
 
     @abstractmethod
-    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
-        """The next slice of the segment for this replica, or its end; waits while replica 0 trains alone.
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End | None:
+        """The next slice of the segment for this replica, or its end; waits while replica 0 trains alone. None: members
+        change meanwhile.
 
         push: where workers may be lost, the number of this worker's push that will carry the slice.
         """
@@ -236,17 +237,18 @@ class Worker:
             raise Unsupported("this engine makes one group of all its workers: use engine local, hosts or torchrun")
         return self.subgroup(ranks)
 
-    def lease(self, segment: Segment, push: int | None = None) -> Lease | End:
-        """The next slice of the segment for this worker's replica, or its end. Collective over `mesh.model`.
+    def lease(self, segment: Segment, push: int | None = None) -> Lease | End | None:
+        """The next slice of the segment for this worker's replica, or its end; None: members change. Collective over
+        `mesh.model`.
 
         The workers of a replica get the same one: the first of them asks the driver. push: see `DriverClient.lease`.
         """
         members = self.mesh.model
         answer = self.driver.lease(segment, self.mesh.rows[0], push) if members.rank == 0 else None
         if members.size == 1:
-            assert answer is not None
             return answer
-        return from_json(members.all_gather_json(None if answer is None else to_json(answer))[0])
+        found = members.all_gather_json(None if answer is None else to_json(answer))[0]
+        return None if found is None else from_json(found)
 
     def tick(self, bits: int) -> int:
         """This worker's replica has finished a tick: wait until the server's gate lets it begin the next one.

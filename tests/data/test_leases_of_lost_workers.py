@@ -63,6 +63,45 @@ def test_a_lost_worker_that_waits_gets_nothing() -> None:
     assert leases.released == []
 
 
+ALONE = Segment(epoch=0, first=0, until=4, parts=2, rank0_warmup_ticks=3)
+
+
+def test_whoever_waits_for_the_first_replica_is_sent_away_when_members_change() -> None:
+    leases = Leases()
+    leases.take(0, ALONE, holder=5)
+    assert leases.take(1, ALONE, holder=6) is None
+    assert (leases.send_away(), leases.send_away()) == ([6], [])
+    assert leases.take(1, ALONE, holder=6) is None  # it may ask again
+
+
+def test_what_the_first_replica_had_not_pushed_is_trained_alone_too() -> None:
+    """Two of its slices come back: the next one has three to train before the others begin."""
+    leases = Leases()
+    for push in (1, 2, 2):
+        leases.take(0, ALONE, holder=5, push=push)
+    leases.take(1, ALONE, holder=6)
+    leases.send_away()
+    leases.lose(5)
+    leases.recover(5, applied=[1])
+    assert leases.take(1, ALONE, holder=7) is None
+    for push in (1, 2, 3):  # the third one says that two are done
+        leases.take(0, ALONE, holder=6, push=push)
+        assert leases.released == [] or push == 3
+    ((asker, answer),) = leases.released
+    assert asker == 7
+    assert isinstance(answer, Lease)
+
+
+def test_a_later_loss_does_not_begin_the_warm_up_again() -> None:
+    leases = Leases()
+    for push in (1, 2, 3, 4):
+        leases.take(0, ALONE, holder=5, push=push)
+    leases.take(1, ALONE, holder=6)
+    leases.lose(6)
+    leases.recover(6, applied=[0])
+    assert isinstance(leases.take(1, ALONE, holder=7), Lease)
+
+
 def test_the_number_of_workers_may_change_within_a_segment() -> None:
     leases = Leases()
     first = leases.take(0, SEGMENT, holder=5)

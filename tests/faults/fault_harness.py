@@ -162,6 +162,7 @@ def _armed(strikes: list[Strike], befall: Callable[[Strike], None]) -> None:
         (joining, "_train_extra"),
         (joining, "_push_extra"),
         (Loop, "step_extra"),
+        (Worker, "lease"),
         (AsyncEpochs, "_meet"),
         (AsyncEpochs, "take_back"),
         (ServerClient, "push"),
@@ -266,8 +267,8 @@ def task(**fields: Any) -> mh.Task:
 
 
 def all_here(worker: Worker) -> bool:
-    """A replacement is a member, or it asked for its place and the members have heard of it."""
-    return worker.size >= 3 or worker.interrupted
+    """A replacement is a member, or it asked for its place and the members have heard of it, or another one is lost."""
+    return worker.size >= 3 or worker.interrupted or worker.broken
 
 
 @dataclass

@@ -7,14 +7,16 @@ moves its numbers at the server by 1 / n each, whoever trains it.
 from __future__ import annotations
 
 import json
+import threading
 from itertools import combinations_with_replacement
 
 import numbered_rows
 import pytest
 import torch
-from fault_harness import Patient, Strike, Trial, fired
+from fault_harness import Patient, Strike, Trial, fired, kill
 
 import manyhands as mh
+from manyhands.recording import event_log
 from manyhands.recording.run import Run
 from manyhands.worker import Worker
 
@@ -43,6 +45,7 @@ COUNTED = {
     "each step": "downpour",
     "each third step": "downpour:push_every=3,pull_every=3",
     "bounded": "downpour:bound=2",
+    "alone at first": "downpour:bound=1,warmup=8",
 }
 FAULTS = {
     "compute": "kill=1@step:3",
@@ -61,7 +64,7 @@ PLACES = {
 }
 FAST = {
     ("each third step", "compute"),
-    ("each third step", "leaves"),
+    ("alone at first", "exchange"),
     ("each third step", "with an open window at the epoch's end"),
 }
 
@@ -84,6 +87,39 @@ def test_each_row_is_at_the_server_once(strategy: str, faults: str, trial: Trial
 
 def regroups(worker: Worker) -> bool:
     return worker.interrupted or worker.generation > 0
+
+
+def kill_soon() -> None:
+    threading.Timer(0.2, kill).start()
+
+
+def others_are_lost(worker: Worker) -> bool:
+    return worker.broken or worker.interrupted or worker.generation > 0
+
+
+WHILE_IT_WAITS = Strike(2, "before lease", kill_soon)
+
+
+@pytest.mark.parametrize(
+    ("strikes", "faults"),
+    [
+        pytest.param([WHILE_IT_WAITS], "", id="one that waits"),
+        pytest.param([], "kill=0@step:3", id="worker 0", marks=slow),
+        pytest.param([], "leave=1@step:2", id="one that waits leaves", marks=slow),
+        pytest.param([WHILE_IT_WAITS], "kill=0@step:3", id="both", marks=slow),
+    ],
+)
+def test_who_is_the_first_trains_alone_at_first(strikes: list[Strike], faults: str, trial: Trial) -> None:
+    """The others wait for it, and not for ever. Once it is lost the next one is the first."""
+    of = task()
+    if strikes or "=1" in faults:  # worker 0 waits in its warm-up until it has happened
+        of = task(loss=Patient(loss=numbered_rows.minus_mean, until=others_are_lost, call=3))
+    run = trial.train(*strikes, of=of, faults=faults, strategy=COUNTED["alone at first"], run_dir=trial.run_dir)
+    fired(run, *strikes, *faults.split(",") if faults else ())
+    check_counts(run)
+    steps = [event for event in event_log.read(trial.run_dir / "events.jsonl") if event.type == "step"]
+    alone = {(event.generation, event.rank) for event in steps if event.values["lease"][2] < 8 and event.tick < TICKS}
+    assert len(alone) == len(dict(alone)), "several trained in the warm-up of one generation"
 
 
 @pytest.mark.slow
@@ -123,6 +159,11 @@ def test_what_one_of_two_shards_has_of_a_slice_is_counted_and_not_repeated(trial
 # -- hogwild -----------------------------------------------------------------------------------------------------------
 
 
+def all_here_again(worker: Worker) -> bool:
+    """After a loss: nobody takes all rows before it."""
+    return worker.broken or worker.interrupted or (worker.generation > 0 and worker.size >= 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
@@ -130,7 +171,7 @@ def test_what_one_of_two_shards_has_of_a_slice_is_counted_and_not_repeated(trial
 )
 def test_memory_that_workers_share_stays_and_a_replacement_maps_it(faults: str, trial: Trial) -> None:
     """Worker 0's, in whose memory the parameters are, too. No slice under way was stepped on: each row is trained once."""
-    of = task(epochs=1, loss=Patient(loss=numbered_rows.minus_mean))
+    of = task(epochs=1, loss=Patient(loss=numbered_rows.minus_mean, until=all_here_again))
     run = trial.train(of=of, faults=faults, strategy="hogwild", run_dir=trial.run_dir)
     fired(run, *faults.split(","))
     numbered_rows.trained_once(run, BATCH, (2,))

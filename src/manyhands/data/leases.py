@@ -127,7 +127,7 @@ class Leases:
             self._held[holder] = [(number, lease) for number, lease in self._held.get(holder, ()) if number >= push - 1]
         request = _Request(replica, holder, push)
         assert request.asker not in [one.asker for one in self._waiting], f"{request} came before the last was answered"
-        answer = None if self._closed(replica) else self._next(request)
+        answer = None if self._has_to_wait(replica) else self._next(request)
         if answer is None:
             self._waiting.append(request)
         self._release()
@@ -138,6 +138,12 @@ class Leases:
         assert reason, "a stop needs a reason"
         self._reason = self._reason or reason
         self._release()
+
+    def send_away(self) -> list[int]:
+        """Whoever waits for replica 0, which trains alone, waits no longer and gets nothing: members change."""
+        away = [request for request in self._waiting if self._has_to_wait(request.replica)]
+        self._waiting = [request for request in self._waiting if request not in away]
+        return [request.asker for request in away]
 
     def holds(self, holder: int) -> bool:
         """Whether it ever got a slice."""
@@ -156,7 +162,10 @@ class Leases:
         """
         held, asked = self._held.pop(holder, []), self._asked.pop(holder, 0)
         applied = applied or [asked - 1]
-        self._again += [lease for number, lease in held if number > max(applied)]
+        again = [lease for number, lease in held if number > max(applied)]
+        self._again += again
+        if self._segment is not None and self._requested <= self._segment.rank0_warmup_ticks:
+            self._requested -= len(again)  # replica 0 has yet to train them alone
         for lease in [lease for number, lease in held if min(applied) < number <= max(applied)]:
             assert self._segment is not None
             self.partial.append([self._segment.epoch, lease.index, lease.part, self._segment.parts])
@@ -174,8 +183,8 @@ class Leases:
         self._queues = [list(queue) for queue in left]
         self._handed = segment.slices - sum(map(_length, self._queues))
 
-    def _closed(self, replica: int) -> bool:
-        """Whether this replica has to wait for replica 0, which trains alone."""
+    def _has_to_wait(self, replica: int) -> bool:
+        """For replica 0, which trains alone."""
         assert self._segment is not None
         warmup = self._segment.rank0_warmup_ticks
         over = self._requested > warmup or bool(self._reason) or self._handed == self._segment.slices
@@ -183,7 +192,7 @@ class Leases:
 
     def _release(self) -> None:
         for request in [*self._waiting]:
-            if not self._closed(request.replica) and (answer := self._next(request)) is not None:
+            if not self._has_to_wait(request.replica) and (answer := self._next(request)) is not None:
                 self._waiting.remove(request)
                 self.released.append((request.asker, answer))
 

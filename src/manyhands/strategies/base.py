@@ -153,10 +153,7 @@ class Strategy(ABC):
 
     def fixed_members(self) -> str:
         """Why no worker may be lost, leave or join while this trains; "" where they may."""
-        leasing = self.leasing()
-        return (
-            "with warmup, worker 0 trains alone at first" if leasing is not None and leasing.rank0_warmup_ticks else ""
-        )
+        return ""
 
     def rate_factor(self, workers: int) -> float:
         """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""

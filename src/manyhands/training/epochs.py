@@ -156,14 +156,23 @@ class AsyncEpochs:
     def _activate(self) -> int:
         """All activate before the first tick; while worker 0 trains its warm-up ticks alone, the others wait."""
         loop = self._loop
-        rank0_warmup_ticks: int = max(
-            0, self._leasing.rank0_warmup_ticks - loop.worker.group.all_gather_json(loop.position.local_steps)[0]
-        )
+        rank0_warmup_ticks = max(0, self._leasing.rank0_warmup_ticks - self._warmed_up())
         self._entered = False
         if not rank0_warmup_ticks or loop.worker.mesh.rows[0] == 0:
             self._enter()
+        elif loop.worker.elastic and loop.worker.server is not None:
+            loop.worker.server.deactivate()  # it was the first one until now
         loop.worker.group.barrier()
         return rank0_warmup_ticks
+
+    def _warmed_up(self) -> int:
+        """Ticks of worker 0 before this segment, or as many as that at least. Where it may be lost all that was trained is
+        counted: before the end of its warm-up it was alone."""
+        loop, position = self._loop, self._loop.position
+        if not loop.worker.elastic:
+            return int(loop.worker.group.all_gather_json(position.local_steps)[0])
+        handed = sum(position.until - position.epoch_tick - (back - front) for front, back in position.left or ())
+        return self._done() * (position.parts or loop.worker.mesh.rows[1]) + handed
 
     def _enter(self) -> None:
         if not self._entered and self._loop.worker.server is not None:
@@ -210,12 +219,15 @@ class AsyncEpochs:
             push = server.pushes + loop.plan.strategy.pushes_until_next(loop.replica, loop.state)
         elif loop.worker.elastic:  # what it has stepped on is in the memory of all
             push = loop.position.local_steps + 1
-        self._answer = loop.worker.lease(segment, push)
-        if isinstance(self._answer, Lease):
+        answer = loop.worker.lease(segment, push)
+        if answer is None:
+            raise Regroup
+        self._answer = answer
+        if isinstance(answer, Lease):
             self._enter()
-        elif self._answer.partial:
-            loop.note_partial(self._answer.partial)
-        return self._answer
+        elif answer.partial:
+            loop.note_partial(answer.partial)
+        return answer
 
     def _turn_all(self, slices: Iterator[Slice], segment: Segment) -> None:
         loop, position = self._loop, self._loop.position

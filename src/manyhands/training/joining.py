@@ -256,13 +256,17 @@ def _goes_on_in_step_at_server(loop: Loop) -> bool:
     _push_extra(loop)
     replica.completed = 1 + max(one[1] for one in trained.values())
     loop.begin_round()
-    if worker.rank == 0:
-        center = replica.parameters.empty_like().joined()
-        server.center(center)  # it saves the server's state, and may never have seen it
-        if partial:
-            loop.note_partial(loop.partial)
+    _see_center(loop)
+    if worker.rank == 0 and partial:
+        loop.note_partial(loop.partial)
     _agreed(loop, loop.train_feed.rows_of(ledger.epoch, orphaned))
     return True
+
+
+def _see_center(loop: Loop) -> None:
+    """Whoever is the first one saves the server's state, and may never have seen it."""
+    if loop.worker.rank == 0 and loop.worker.server is not None:
+        loop.worker.server.center(loop.replica.parameters.empty_like().joined())
 
 
 def _push_extra(loop: Loop) -> None:
@@ -326,6 +330,7 @@ def _goes_on_at_own_pace(loop: Loop) -> bool:
         own = {name: getattr(loop.position, name) for name in ("local_steps", "unused", "rounds")}
         _take_loop(loop, snapshot)
         vars(loop.position).update(own)
+    _see_center(loop)
     _agreed(loop, 0)
     return True
 

@@ -14,7 +14,7 @@ from manyhands.server.client import ShardLost
 
 BATCH, TICKS, EPOCHS = 6, 8, 2
 ROWS = BATCH * TICKS
-COUNTED = ("downpour", "downpour:push_every=3,pull_every=3", "downpour:bound=1")
+COUNTED = ("downpour", "downpour:push_every=3,pull_every=3", "downpour:bound=1", "downpour:bound=1,warmup=9")
 
 
 def train(faults: str, strategy: str, workers: int = 3, **options: Any) -> mh.Run:

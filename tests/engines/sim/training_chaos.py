@@ -52,11 +52,21 @@ def expect(holds: object, message: str) -> None:
 @dataclass(frozen=True)
 class Schedule:
     strategy: str
+    warmup: int  # at their own pace: worker 0 trains alone for so many ticks
     workers: int
     epochs: int
     survive: str
     engine: dict[str, Any]
     seed: int
+
+    @property
+    def options(self) -> str:
+        """The strategy with all its options."""
+        return (
+            f"{self.strategy}{',' if ':' in self.strategy else ':'}warmup={self.warmup}"
+            if self.warmup
+            else self.strategy
+        )
 
 
 def schedule_of(seed: int) -> Schedule:
@@ -73,6 +83,7 @@ def schedule_of(seed: int) -> Schedule:
     replaced = "true" if draw.random() < 0.6 else "false"
     return Schedule(
         strategy=strategy,
+        warmup=_warmup(draw, strategy),
         workers=workers,
         epochs=1 if strategy in ROUNDS else 2,
         survive="copies=2" if copies else f"max_losses=any,max_workers={MOST},replace={replaced}",
@@ -99,10 +110,15 @@ def server_schedule_of(seed: int) -> Schedule:
     return replace(
         plain,
         strategy=strategy,
+        warmup=_warmup(draw, strategy),
         epochs=1 if strategy in IN_STEP else 2,
         survive=f"max_losses=any,max_workers={MOST},replace={replaced}{',copies=2' if copies else ''}",
         engine={**plain.engine, "faults": ",".join([*sorted(faults), *options])},
     )
+
+
+def _warmup(draw: random.Random, strategy: str) -> int:
+    return draw.choice((0, 0, 0, 2, 5, 9)) if strategy in OWN_PACE else 0
 
 
 def _fault(draw: random.Random, workers: int) -> str:
@@ -211,7 +227,7 @@ def failure_of(seed: int, schedule_of: Callable[[int], Schedule] = schedule_of) 
         run = mh.train(
             task,
             workers=schedule.workers,
-            strategy=schedule.strategy,
+            strategy=schedule.options,
             survive=schedule.survive,
             engine=sim_engine.Sim(seed=schedule.seed, **schedule.engine),
             threads_per_worker=1,

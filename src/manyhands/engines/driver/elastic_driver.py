@@ -445,7 +445,7 @@ class ElasticDriver(Driver):
             body = {"type": "broken", "generation": generation, "lost": worker_id, "host": host}
             self._send_to(membership.members, body)
         self._broken = generation
-        self._send_to(self._rendezvous.drop(), {"type": "dropped"})
+        self._send_to([*self._rendezvous.drop(), *self._leases.send_away()], {"type": "dropped"})
 
     def _act(self, action: Action) -> None:
         now = self.clock()

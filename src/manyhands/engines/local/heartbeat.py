@@ -110,11 +110,12 @@ class ProcessDriverClient(DriverClient):
         return value
 
     @override
-    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End | None:
         question = {"type": "lease", "segment": vars(segment), "replica": replica}
         if push is not None:
             question |= {"type": "lease_of_push", "push": push}
-        return leases.from_json(self._question(question, "a request for rows")["value"])
+        answer = self._question(question, "a request for rows")
+        return None if answer["type"] == "dropped" else leases.from_json(answer["value"])
 
     def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
         """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order.

@@ -28,12 +28,13 @@ class LeaseServer:
         """lease_s: the cost of asking for a lease. timeout_s: PeerLost after waiting so long for worker 0's warmup."""
         self.timeline, self.observer, self.lease_s, self.timeout_s = timeline, observer, lease_s, timeout_s
         self.leases = Leases()
-        self._waiting: dict[int, Future[Lease | End]] = {}  # by replica, or holder
+        self.waits: Callable[[], None] = lambda: None  # called when a worker begins to wait
+        self._waiting: dict[int, Future[Lease | End | None]] = {}  # by replica, or holder
         self._moved_at = 0.0  # when somebody last got one
 
     def lease(
         self, replica: int, segment: Segment, stop: str, step: int, holder: int, push: int | None = None
-    ) -> Lease | End:
+    ) -> Lease | End | None:
         """push: where workers may be lost, the number of the push of this holder that will carry the slice."""
         if self.lease_s:
             self.timeline.sleep(self.lease_s)
@@ -61,16 +62,22 @@ class LeaseServer:
         self.leases.recover(holder, applied)
         self._release()
 
+    def send_away(self, asker: int) -> None:
+        """Whoever waits for replica 0 gets nothing: members change."""
+        if asker in self._waiting:
+            self._waiting[asker].set(None)
+
     def _release(self) -> None:
         for other, released in self.leases.released:
             if other in self._waiting:  # who died meanwhile gets none
                 self._waiting[other].set(released)
         self.leases.released.clear()
 
-    def _wait(self, asker: int, step: int) -> Lease | End:
+    def _wait(self, asker: int, step: int) -> Lease | End | None:
         """While replica 0 trains alone, or it is not known yet what the server has of a lost worker."""
-        cell: Future[Lease | End] = self.timeline.cell()
+        cell: Future[Lease | End | None] = self.timeline.cell()
         self._waiting[asker] = cell
+        self.waits()
         begun = self.timeline.now
 
         def look() -> None:
@@ -155,7 +162,7 @@ class SimDriverClient(InProcessDriverClient):
             self._after_backward.pop(0)()
 
     @override
-    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End | None:
         return self._lease_server.lease(replica, segment, self.should_stop(), self.step, self._rank, push)
 
 

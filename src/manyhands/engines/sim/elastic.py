@@ -55,6 +55,7 @@ class ElasticSimulation(Simulation):
         self._groups: dict[int, SimRendezvous] = {}  # by worker id, of the newest generation that it is in
         self._waiting: dict[int, Future[FormedGroup | None]] = {}  # by worker id
         self._stopped: list[SimProgram] = []  # of which Membership knows already
+        self.lease_server.waits = self._decide_soon  # members may be about to change
         self._pushes_of_lost: list[tuple[int, int, LastPushes]] = []
         """(the generation in which it was lost, worker id, what the server has of it), oldest first."""
         self._back_s: dict[int, float] = {}  # worker id -> seconds until its next process, as `restart` says
@@ -227,6 +228,9 @@ class ElasticSimulation(Simulation):
         if self.membership.phase == "gathering":
             for worker_id in self.membership.members:
                 message = partial(setattr, self.drivers[worker_id], "broke", self.membership.generation)
+                self._to_worker(self.programs[worker_id], message)
+            for worker_id in self.lease_server.leases.send_away():
+                message = partial(self.lease_server.send_away, worker_id)
                 self._to_worker(self.programs[worker_id], message)
         for action in self.membership.decide(self.timeline.now):
             self._act(action)
