@@ -140,7 +140,7 @@ class InProcessDriverClient(DriverClient):
         """Nothing to do: every event arrived when it was emitted."""
 
     @override
-    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End | None:
         """For one replica: it gets every slice."""
         if reason := self.should_stop():
             self._leases.stop(reason)

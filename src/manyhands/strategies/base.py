@@ -155,6 +155,10 @@ class Strategy(ABC):
         """Why no worker may be lost, leave or join while this trains; "" where they may."""
         return ""
 
+    def fixed_places(self) -> str:
+        """Why no more workers may take part than at the start; "" where they may."""
+        return ""
+
     def rate_factor(self, workers: int) -> float:
         """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""
         return 1.0

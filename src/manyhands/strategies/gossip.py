@@ -136,6 +136,10 @@ class Gossip(Strategy):
         return ServerSpec(rule="pairs", bound=self.bound, options={"seed": self.seed})
 
     @override
+    def fixed_places(self) -> str:
+        return "at its server each worker has a place in the mean from the start" if self.graph == "pairs" else ""
+
+    @override
     def leasing(self) -> Leasing | None:
         return server_strategy.leasing_of(self.bound, 0) if self.graph == "pairs" else None
 

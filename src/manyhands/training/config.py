@@ -110,6 +110,11 @@ class TrainConfig:
                 f"survive: strategy {strategy.name} cannot go on without a worker that is lost, because {why}: use "
                 "allreduce, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
             )
+        if survive.max_workers not in (None, self.count) and (why := strategy.fixed_places()):
+            raise Unsupported(
+                f"survive: strategy {strategy.name} takes no more than the {self.count} workers with which it starts, because "
+                f"{why}; got max_workers={survive.max_workers}: leave it out, or start with as many"
+            )
         if stream and strategy.leasing() is not None:
             raise Unsupported(own_pace_on_a_stream(strategy.name))
         if strategy.needs.one_host and not engine.capabilities.one_host:

@@ -297,6 +297,19 @@ def test_members_go_on_without_the_replacement_until_it_requests() -> None:
     assert reports(membership, 3.0) == ["worker 3 is back: 4 of 4 workers from step 840"]
 
 
+def test_who_was_back_for_the_last_steps_alone_is_reported_too() -> None:
+    membership = running()
+    membership.lost(3, "death", 1.0)
+    request(membership, 0, 1, 2)
+    do(membership)
+    request(membership, 3, generation=-1, blank=True)
+    do(membership)
+    request(membership, 0, 1, 2, generation=1)
+    do(membership)
+    membership.finished(0, 3.0)
+    assert reports(membership, 3.0) == ["worker 3 is back: 4 of 4 workers"]
+
+
 def test_a_joiner_that_requests_while_others_gather_is_taken_along() -> None:
     membership = running()
     membership.lost(3, "death", 1.0)

@@ -79,6 +79,9 @@ CHANGES = {
     "kill=0@step:7:commit": 1,
     "kill=2@step:0:join": 1,
     "pause=1@step:7:exchange+0.5": 0,
+    "pause=1@step:7+30": 1,
+    "pause=0@step:7:exchange+30": 1,
+    "pause=1@0.73s+9,pause=1@9s+9": 1,
     "restart=1@step:7:commit+0.35": 1,
 }
 
@@ -91,6 +94,14 @@ def test_whoever_is_lost_or_leaves_the_result_is_one_workers(task: mh.Task, alon
     assert run.info["faults"] == dict.fromkeys(planned, 1)
     assert len(run.losses) == CHANGES[faults]
     assert run.generations > 1 or faults in ("kill=2@0s", "kill=2@step:0:join", "pause=1@step:7:exchange+0.5")
+
+
+@pytest.mark.parametrize(("second", "lost_at"), [("5.02", 1.03 + 5), ("5.04", 5.04 + 5)])  # within the first, after it
+def test_a_long_pause_is_silence_which_is_a_loss(second: str, lost_at: float, task: mh.Task) -> None:
+    run = train(task, f"pause=1@1.03s+4,pause=1@{second}s+9", "max_losses=any,silence_s=5")
+    (lost,) = run.losses
+    assert lost["cause"] == "silence"
+    assert lost["seconds"] == pytest.approx(lost_at)
 
 
 def test_from_four_to_three_to_one_to_four(task: mh.Task, alone: mh.Run) -> None:

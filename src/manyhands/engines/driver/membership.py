@@ -280,6 +280,8 @@ class Membership:
         if self._over or self.phase == "finishing" or worker_id not in self._members:
             return
         self.phase = "finishing"
+        for member in sorted(self._members):
+            self._arrived(self._workers[member])  # its first step may be too new to be known
         waiting = self._waiting()
         self._release(*waiting)
         for worker in self._workers.values():
@@ -350,10 +352,15 @@ class Membership:
         self._blank_so_far = False
         worker.stepped, worker.early_losses = True, 0
         worker.step = worker.step if step is None else step
+        self._arrived(worker, "" if step is None else f" from step {step}")
+
+    def _arrived(self, worker: _Worker, since: str = "") -> None:
+        """Report, once, that a worker came while the run went on."""
         if worker.arrival:
             has = "is back" if worker.arrival == "back" else f"on {worker.host} has joined"
-            since = "" if step is None else f" from step {step}"
-            self._report(worker.arrival, f"worker {worker_id} {has}: {self._of_places()}{since}", worker_id)
+            self._report(
+                worker.arrival, f"worker {worker.worker_id} {has}: {self._of_places()}{since}", worker.worker_id
+            )
             worker.arrival = ""
 
     def spares(self, worker_id: int, factor: float) -> bool:

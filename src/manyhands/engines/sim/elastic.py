@@ -49,6 +49,7 @@ class ElasticSimulation(Simulation):
     def __init__(self, parts: tuple[SimNetworkSpec, Compute, Faults], seed: int, spec: LaunchSpec) -> None:
         super().__init__(parts, seed, spec)
         assert spec.survive is not None
+        self._survive = spec.survive
         workers = {rank: self._host(rank) for rank in range(spec.workers)}
         self.membership = Membership(spec.survive, workers, 0.0, timeout_s=math.inf, generation=spec.generation)
         self._result: Any = None
@@ -61,6 +62,7 @@ class ElasticSimulation(Simulation):
         self._back_s: dict[int, float] = {}  # worker id -> seconds until its next process, as `restart` says
         self._stragglers = Stragglers()
         self._straggler: Straggler | None = None  # that was found, and not acted on
+        self._silent_since: dict[SimProgram, float] = {}  # that was paused
         self._decides = False  # at this very time
         self._next: Due | None = None  # when to decide though nothing happens
 
@@ -326,7 +328,25 @@ class ElasticSimulation(Simulation):
                 raise Killed
             self.programs[fault.node].throw()
         else:
+            if fault.what == "pause":
+                self._fall_silent(self.programs[fault.node])
             super()._befall_worker(fault)
+
+    def _fall_silent(self, program: SimProgram) -> None:
+        """From now on, or it is so already: a process that is paused sends no heartbeat."""
+        now = self.timeline.now
+        if program.paused_until <= now:
+            self._silent_since[program] = now
+            self.timeline.at(now + self._survive.silence_s, partial(self._lose_silent, program, now))
+
+    def _lose_silent(self, program: SimProgram, since: float) -> None:
+        """Unless it went on meanwhile."""
+        went_on = program.paused_until <= self.timeline.now or self._silent_since[program] != since
+        over = program.ended or self.programs[program.name] is not program or self.membership.phase == "finishing"
+        if not went_on and not over:
+            seconds = self.timeline.now - since
+            self._lose(program.name, "silence", None, f"sent no heartbeat for {seconds:.1f} s")
+            self._decide()
 
     @override
     def _befall_shard(self, fault: Fault) -> None:
