@@ -222,6 +222,10 @@ class Strategy(ABC):
         """How many of the newest steps are not in a round yet, or not in that of each parameter. Asked after rounds."""
         return 0
 
+    def steps_since_round(self, state: Any) -> int:
+        """How many of the newest steps are in no round yet. Asked of a resumed worker."""
+        return 0
+
     def forget_step(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """A worker was lost before this tick's step was made: everything as before `before_backward`. No communication."""
 

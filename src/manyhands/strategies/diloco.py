@@ -193,6 +193,10 @@ class DiLoCo(CompressOptions, Strategy):
         return int(state.ticks - min(state.opened, default=0)) if self.via == "group" else 0
 
     @override
+    def steps_since_round(self, state: Any) -> int:
+        return self.open_steps(state) if self.via == "group" else int(state.ticks)
+
+    @override
     def forget_exchange(self, replica: Replica, worker: Worker, state: Any) -> None:
         if self.via == "group":
             streaming.forget(self._schedule(), state)

@@ -176,6 +176,10 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         return applied
 
     @override
+    def steps_since_round(self, state: DownpourState) -> int:
+        return state.ticks % self.push_every
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
         self._push(replica, worker, state)
         state.ticks, state.stale = 0, True

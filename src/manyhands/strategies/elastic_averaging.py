@@ -132,6 +132,10 @@ class Elastic(AsyncOptions, Strategy):
         return replica.apply(extra=extra)
 
     @override
+    def steps_since_round(self, state: ElasticState) -> int:
+        return state.ticks
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         """Close a window that was cut short. The exchange of a whole one comes with the next step."""
 

@@ -180,6 +180,10 @@ class Gossip(Strategy):
         return _step_by_mass(replica, state, extra) if self.weights == "push-sum" else replica.apply(extra=extra)
 
     @override
+    def steps_since_round(self, state: GossipState | PairsState) -> int:
+        return state.ticks
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: GossipState | PairsState) -> None:
         if isinstance(state, PairsState):
             pairs.close(replica, worker, state)

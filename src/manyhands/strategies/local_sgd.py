@@ -109,6 +109,10 @@ class LocalSGD(Strategy):
         return applied
 
     @override
+    def steps_since_round(self, state: LocalSGDState) -> int:
+        return state.ticks
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: LocalSGDState) -> None:
         if state.ticks and (self.period != "end" or replica.last):
             self._average(replica, worker, state)

@@ -90,6 +90,10 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
         return applied
 
     @override
+    def steps_since_round(self, state: Window) -> int:
+        return state.ticks
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
         state.close(replica, worker, self, divide=self.divides)
 

@@ -47,7 +47,8 @@ def join(loop: Loop) -> None:
     if not worker.elastic or not goes_on(loop):
         _begin(loop)
         if loop.has_rounds:
-            loop.begin_round()
+            open_steps = loop.plan.strategy.steps_since_round(loop.state)  # of a run that is resumed
+            loop.begin_round(max(0, loop.position.epoch_tick - open_steps))
     loop.blank, loop.generation = False, worker.generation
 
 
@@ -64,7 +65,20 @@ def _begin(loop: Loop) -> None:
     if loop.plan.resume_from is not None:
         loop.state, loop.position = loop.saver.resume(loop.plan.resume_from, loop.state)
     loop.compare_settings()
+    if loop.plan.resume_from is not None and worker.elastic and not loop.lockstep:
+        _push_windows(loop)
     loop.announce()
+
+
+def _push_windows(loop: Loop) -> None:
+    """At their own pace: what each had trained before the checkpoint, and not pushed, would be lost with it."""
+    server = loop.worker.server
+    if server is not None:
+        server.activate()
+    loop.plan.strategy.finish(loop.replica, loop.worker, loop.state)
+    if server is not None:
+        server.deactivate()
+    loop.worker.group.barrier()
 
 
 def _goes_on(loop: Loop) -> bool:
@@ -208,7 +222,8 @@ def _goes_on_in_step_at_server(loop: Loop) -> bool:
     server.deactivate()
     own = None
     if not loop.blank and loop.ledger is not None:
-        where = {"done": loop.done(), "activated_at": loop.activated_at, "generation": loop.generation}
+        where = {"done": loop.done(), "activated_at": loop.activated_at, "open_steps": loop.open_steps}
+        where["generation"] = loop.generation
         own = [loop.progress(), replica.completed, server.pushes, where, loop.ledger.as_json()]
     everyone = worker.group.all_gather_json(own)
     trained = {rank: one for rank, one in enumerate(everyone) if one is not None}
@@ -232,14 +247,15 @@ def _goes_on_in_step_at_server(loop: Loop) -> bool:
     def carried(worker_id: int, of: Callable[[Sequence[int]], int]) -> Carried:
         """of: several shards may have different ones."""
         if worker_id not in of_lost:
-            return Carried(newest.first, 0)  # it left in order, when it had pushed what it had
+            return Carried(newest.first, 0)  # it never came to the server
         numbers, ticks = of_lost[worker_id]
         if newest.losses:  # it was lost after it had come to this place, where pushes have what was dealt
             made = of(numbers) - newest.pushed[worker_id]
             dealt = loop.plan.strategy.extras_of(made, len(newest.dealt.get(worker_id, ())))
             return Carried(newest.first if made <= 0 else done, dealt)
         tick = of(ticks)
-        return Carried(activated_at + (0 if tick < 0 else tick + loop.plan.strategy.push_has_step), 0)
+        has = -where["open_steps"] if tick < 0 else tick + loop.plan.strategy.push_has_step
+        return Carried(activated_at + has, 0)
 
     ledger, orphaned = newest.reassign(done, survivors, {one: carried(one, max) for one in newest.lost(survivors)})
     _, without = newest.reassign(done, survivors, {one: carried(one, min) for one in newest.lost(survivors)})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numbered_rows
 import pytest
 import torch
 from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import PeerLost, Unsupported, WorkerFailed
+from manyhands.recording import event_log
 
 ROWS, BATCH, EPOCHS = 200, 39, 3
 STEPS = EPOCHS * 6  # 5 whole batches and one of 5 rows
@@ -102,6 +104,39 @@ def test_a_long_pause_is_silence_which_is_a_loss(second: str, lost_at: float, ta
     (lost,) = run.losses
     assert lost["cause"] == "silence"
     assert lost["seconds"] == pytest.approx(lost_at)
+
+
+def resumed_and_lost(strategy: str, fault: str, batch: int, ticks: int, run_dir: Path) -> mh.Run:
+    """A run that goes on from its checkpoint after step 7, in the middle of a round, and loses a worker in that round."""
+    numbered = numbered_rows.task(batch * ticks, batch, epochs=1, order=lambda epoch: range(batch * ticks))
+    all_of_them = "kill=0@step:8,kill=1@step:8,kill=2@step:8"
+    with pytest.raises(WorkerFailed):
+        train(numbered, all_of_them, strategy=strategy, run_dir=run_dir, checkpoint_every=7)
+    run = train(numbered, fault, strategy=strategy, run_dir=run_dir, resume=True)
+    assert run.info["faults"] == {fault: 1}
+    assert run.rows["total"] == batch * ticks
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd:period=5", "diloco:period=5,outer_rate=1,outer_momentum=0"])
+def test_what_a_lost_worker_had_trained_before_the_checkpoint_is_in_the_round(strategy: str, tmp_path: Path) -> None:
+    run = resumed_and_lost(strategy, "kill=1@step:9", 12, 10, tmp_path)
+    changes = [event for event in event_log.read(tmp_path / event_log.FILE) if event.type == "membership"]
+    members = {0: 3, **{event.tick: event.values["workers"] for event in changes}}
+    assert numbered_rows.rounds_problem(run.model.of.detach(), run.history, members, 12) == ""
+
+
+@pytest.mark.parametrize("fault", ["kill=1@step:7", "kill=1@step:8", "kill=0@step:9"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["downpour:bound=0,push_every=4,pull_every=4", "downpour:push_every=3,pull_every=3", "quorum"],
+)
+def test_what_a_lost_worker_had_trained_before_the_checkpoint_is_at_the_server(
+    strategy: str, fault: str, tmp_path: Path
+) -> None:
+    run = resumed_and_lost(strategy, fault, 12, 10, tmp_path)
+    slices = (12, 8, 6, 4) if strategy == "quorum" else (4,)
+    numbered_rows.trained_once(run, 12, slices)
 
 
 def test_from_four_to_three_to_one_to_four(task: mh.Task, alone: mh.Run) -> None:

@@ -457,7 +457,7 @@ class ElasticDriver(Driver):
             case Interrupt(generation, worker_ids):
                 self._send_to(worker_ids, {"type": "interrupt", "generation": generation})
             case Release(worker_ids):
-                for worker_id in filter(self._leases.holds, worker_ids):
+                for worker_id in worker_ids:
                     self._take_back(worker_id)  # before the others can come to an epoch's end
                 self._send_to(worker_ids, {"type": "over"})
             case StartWorker(worker_id, name):
@@ -467,8 +467,7 @@ class ElasticDriver(Driver):
                 self.monitor.added(worker_id, now)
                 host.start_worker(worker_id, self._faults_at_steps())
             case StopWorker(worker_id):
-                if self._leases.holds(worker_id):
-                    self._take_back(worker_id)
+                self._take_back(worker_id)
                 self._stop_process(worker_id)
             case Report():
                 self._news.append(action.event(now - self._began))

@@ -258,8 +258,7 @@ class ElasticSimulation(Simulation):
                     self._to_worker(self.programs[worker_id], message)
             case Release(worker_ids):
                 for worker_id in worker_ids:
-                    if self.lease_server.leases.holds(worker_id):
-                        self._take_back(worker_id)  # before the others can come to an epoch's end
+                    self._take_back(worker_id)  # before the others can come to an epoch's end
                     self._answer(worker_id, None)
             case StartWorker(worker_id, _):
                 self._start(worker_id, at=now + self._back_s.pop(worker_id, self.faults.back_s))
