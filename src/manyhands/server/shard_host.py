@@ -41,6 +41,8 @@ T = TypeVar("T")
 _log = logging.getLogger("manyhands")
 _BEAT_S = 0.25
 _LIFE_SIGN_S = 0.5
+_UNSENT = 64
+"""At most so many calls the backup gets later."""
 
 
 def serve(
@@ -195,7 +197,7 @@ class Shard:
         self.link: BackupLink | None = None  # to the copy that gets the log
         self.outboxes: dict[int, int] = {}  # worker: the descriptor of its outbox, for the other copy
         self.keeps_outboxes = False
-        self._unsent: list[Entry] = []  # calls that the backup is to get as soon as their answer is on its way
+        self._unsent: list[Entry] = []  # the newest calls, for which no answer waits: the backup gets them with the next
         self._timeout_s = timeout_s
         self.changed = threading.Condition()  # its lock is reentrant
         self._released = ReleasedReplies()
@@ -227,13 +229,15 @@ class Shard:
         **fields: Any,
     ) -> Any:
         """A call of the store, by the log: (what the store replied, its index). sent: the vector that goes to a backup.
-        later: it goes there with `send_rest`, or before the next call."""
+        later: it goes there before the next call that does not, or with many others: no answer waits for it."""
         with self.changed:
             entry = Entry(self.copy.append(), call, worker, number, **fields)
             self._released.begin(worker)
             if self.link is not None:
                 if later:
                     self._unsent.append(entry)
+                    if len(self._unsent) == _UNSENT:
+                        self.send_rest()
                 else:
                     self._send(self.link, entry, sent)
             try:
@@ -253,8 +257,13 @@ class Shard:
         with suppress(ChannelClosed, ChannelTimeout):
             link.send(entry, sent)
 
+    @property
+    def sent(self) -> int:
+        """The index of the newest call that the backup got, or is to get before anything leaves."""
+        return self.copy.index - len(self._unsent)
+
     def send_rest(self) -> None:
-        """Send the backup the calls whose answers did not wait for it."""
+        """Send the backup the calls that it is to get later."""
         if not self._unsent:  # as always without a backup
             return
         with self.changed:
@@ -267,6 +276,7 @@ class Shard:
     def _deliver(self, index: int) -> None:
         self._moved = time.monotonic()
         if self.store.released:
+            self.send_rest()
             self._released.put(self.store.released, index)
             self.store.released.clear()
             self.changed.notify_all()
@@ -358,21 +368,19 @@ class Shard:
     def pin(self, worker: int, *, pull: bool) -> tuple[int, int, int]:
         """(version, slot of the memory, index of the call that is to leave) of the center, which stays until `unpin`.
 
-        pull: the store notes it. The backup learns that after the worker has its answer (`send_rest`), unless the rule
-        looks at what was pulled, or a round may be closed by it.
+        pull: the store notes it. The backup learns that with the next push, unless the rule looks at what was pulled, or a
+        round may be closed by it.
         """
         with self.changed:
             self.calls["pulls"] += pull
             self.check_center()
-            index = self.copy.index
+            rule = self.store.rule
             if pull:
-                rule = self.store.rule
                 matters = rule.keeps_pulled or rule.divides_by_staleness or rule.open
-                _, made = self.make(Call.PULL, worker, later=not matters)
-                index = made if matters else made - 1
-            elif self.store.rule.open:
-                index = self.make(Call.READ)[1]
-            return self.store.version, self.memory.pin(worker, self.store.center), index
+                self.make(Call.PULL, worker, later=not matters)
+            elif rule.open:
+                self.make(Call.READ)
+            return self.store.version, self.memory.pin(worker, self.store.center), self.sent
 
     def check_center(self) -> None:
         """Refused before there is a center."""
@@ -499,7 +507,7 @@ class Connection:
                 came = True
             finally:
                 self._shard.take(offered, came=came)
-        self._done(self._shard.copy.index)
+        self._done(self._shard.sent)
 
     def _await(self, frame: Frame) -> None:
         self._shard.await_center(frame.a, dtype_of(frame), self._alive)
@@ -534,7 +542,6 @@ class Connection:
         else:
             self._send(Kind.CENTER, self._shard.memory.buffers[slot], a=version)
             self._shard.unpin(self.worker)
-        self._shard.send_rest()
 
     def _release(self, frame: Frame) -> None:
         self._shard.unpin(self.worker)

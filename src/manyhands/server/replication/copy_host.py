@@ -310,6 +310,8 @@ class _CopyHost:
         if frame.kind != LinkFrame.ACKNOWLEDGE:
             raise FrameError(f"an acknowledgement was expected; got {frame}")
         with self.shard.changed:
+            if not self.shard.copy.waits:
+                self.shard.send_rest()  # a new copy is a backup once it has all that was answered without it
             copied = self.shard.copy.acknowledge(link.number, frame.sequence)
             self.shard.changed.notify_all()
         if copied:
