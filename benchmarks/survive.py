@@ -1,6 +1,6 @@
 """What surviving costs: from SIGKILL to the next committed step, to a replacement's first step, and each step meanwhile.
 
-    python benchmarks/survive.py kill [--repeats 20] [--models small,large] [--variants stays,replaces,torchrun] [--json FILE]
+    python benchmarks/survive.py kill [--repeats 20] [--models small,large] [--variants stays,ring3,…] [--json FILE]
     python benchmarks/survive.py step [--repeats 20] [--models mlp,cnn,transformer] [--scale 1.0] [--json FILE]
 
 **kill.** Three workers of this machine train with allreduce (small: 1 M float32 parameters, SGD; large: 25 M, Adam with
@@ -9,6 +9,7 @@ in turn. One kill is one launch of the command, and the variants alternate:
 
     stays      manyhands train --survive max_losses=any,replace=false: two workers go on
     replaces   manyhands train --survive max_losses=any: besides, a process is started in the killed one's place
+    ring3      stays, with three hosts of this machine, a worker each, in a ring over TLS on loopback; ring5: five
     torchrun   torchrun --max-restarts 3, DDP over gloo, the same model, rows and optimizer; rank 0 saves a checkpoint
                every so many steps, and after the restart all ranks load the newest
                (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with torch 2.13's default its restarts on one host fail)
@@ -40,6 +41,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -55,7 +57,8 @@ from typing import Any
 
 import machine
 
-WORKERS = 3
+WORKERS = {"ring5": 5}
+"""Of a variant; of the others 3."""
 DEADLINE_S = 120.0
 POLL_S = 0.01
 EPOCH = 50  # steps of one, where steps are compared
@@ -64,9 +67,11 @@ GOALS = {
     "small": "≤ 0.25 s, none above 1 s",
     "large": "≤ 1 s",
     "replaced / fresh": "≤ 1.5",
+    "ring3": "≤ 0.5 s",
+    "ring5": "≤ 1.2 s",
     "step": "≤ 1.02",
 }
-VARIANTS = ("stays", "replaces", "torchrun")
+VARIANTS = ("stays", "replaces", "ring3", "ring5", "torchrun")
 
 SHARED = '''
 """What both sides train, and how they note their commits."""
@@ -157,7 +162,8 @@ while True:
 """
 COMMAND = [sys.executable, "-c", "import manyhands.cli.commands; manyhands.cli.commands.main()"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-SURVIVE = {"stays": "max_losses=any,replace=false", "replaces": "max_losses=any"}
+RINGS = ("ring3", "ring5")
+SURVIVE = {"replaces": "max_losses=any", **dict.fromkeys(("stays", *RINGS), "max_losses=any,replace=false")}
 
 
 def main() -> None:
@@ -192,10 +198,11 @@ def one_kill(model: str, variant: str, repeat: int, moments: random.Random) -> d
         folder = Path(name)
         began = time.perf_counter()
         with launched(model, variant, folder) as notes:
-            notes.wait(lambda: len(notes.first) == WORKERS)
+            workers = WORKERS.get(variant, 3)
+            notes.wait(lambda: len(notes.first) == workers)
             fresh = max(first["time"] for first in notes.first.values()) - began
             notes.wait(lambda: notes.fewest >= _before_kill(model, variant))
-            victim = next(pid for pid, first in notes.first.items() if first["worker"] == repeat % WORKERS)
+            victim = next(pid for pid, first in notes.first.items() if first["worker"] == repeat % workers)
             time.sleep(moments.uniform(0, notes.step_s))
             notes.read()
             killed, generation = time.perf_counter(), notes.newest[victim]["generation"]
@@ -226,11 +233,11 @@ def _after(notes: Notes, variant: str, victim: int, generation: int) -> list[dic
     """The first commit in the next generation of each survivor (with torchrun of all ranks), in the order of time."""
     if variant == "torchrun":
         first = [note for note in notes.first.values() if note["generation"] > generation]
-        expected = WORKERS
+        expected = WORKERS.get(variant, 3)
     else:
         survivors = [pid for pid, note in notes.first.items() if pid != victim and note["generation"] <= generation]
         first = [note for pid in survivors if (note := notes.first_after(pid, generation)) is not None]
-        expected = WORKERS - 1
+        expected = WORKERS.get(variant, 3) - 1
     return sorted(first, key=lambda note: note["time"]) if len(first) == expected else None
 
 
@@ -252,25 +259,38 @@ def launched(model: str, variant: str, folder: Path) -> Iterator[Notes]:
         "BENCH_NOTES": str(folder / "notes"),
     }
     if variant == "torchrun":
-        words = [*TORCHRUN, "--nproc-per-node", str(WORKERS), str(folder / "peer.py")]
+        words = [*TORCHRUN, "--nproc-per-node", "3", str(folder / "peer.py")]
         environment |= {"OMP_NUM_THREADS": "1"}  # as torchrun sets it, and says so at length
         # torch 2.13's restarted workers find the addresses of the dead ones in the agent's store, and fail three times
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     else:
-        words = [*COMMAND, "train", f"{folder / 'ours.py'}:task", "--workers", str(WORKERS), "--survive"]
+        workers = WORKERS.get(variant, 3)
+        words = [*COMMAND, "train", f"{folder / 'ours.py'}:task", "--workers", str(workers), "--survive"]
         words += [SURVIVE[variant], "--log", "json"]
+        environment |= {"MANYHANDS_CREDENTIALS": str(folder / "run.pem")}
+    if variant in RINGS:
+        words += ["--local-workers", "1", "--listen", "127.0.0.1"]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
-    notes = Notes(folder / "notes", process, folder / "log")
+    notes, processes = Notes(folder / "notes", process, folder / "log"), [process]
     try:
+        if variant in RINGS:
+            address = notes.wait(lambda: re.search(r"manyhands join (\S+)", notes.log.read_text()))[1]
+            for host in range(1, workers):
+                with open(folder / f"log of host {host}", "wb") as log:
+                    join = [*COMMAND, "join", address, "--workers", "1"]
+                    joined = subprocess.Popen(join, env=environment, stdout=log, stderr=log, start_new_session=True)
+                processes.append(joined)
         yield notes
     finally:
-        process.terminate()  # torchrun's workers are in sessions of their own: it ends them
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(DEADLINE_S)
+        for process in processes:
+            process.terminate()  # torchrun's workers are in sessions of their own: it ends them
+        for process in processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(DEADLINE_S)
         notes.read()
         while any(Path(f"/proc/{pid}").exists() for pid in notes.first):
             for pid in notes.first:
@@ -336,7 +356,7 @@ class Notes:
 
 def _print_kills(model: str, rows: list[dict[str, Any]]) -> None:
     told = "25 M float32, Adam with two moments" if model == "large" else "1 M float32, SGD"
-    print(f"\n{told}, {WORKERS} workers{'':24}{'median':>9}{'least':>9}{'most':>9}{'kills':>7}  goal")
+    print(f"\n{told}{'':35}{'median':>9}{'least':>9}{'most':>9}{'kills':>7}  goal")
     of = {variant: [row for row in rows if row["variant"] == variant] for variant in VARIANTS}
 
     def line(name: str, values: list[float], goal: str = "", unit: str = " s") -> None:
@@ -352,6 +372,9 @@ def _print_kills(model: str, rows: list[dict[str, Any]]) -> None:
     line("fresh: the command's first step", [row["fresh_s"] for row in of["replaces"]])
     ratios = [row["replaced_over_fresh"] for row in of["replaces"]]
     line("replaced / fresh", ratios, GOALS["replaced / fresh"], "  ")
+    for variant, hosts in (("ring3", 3), ("ring5", 5)):
+        values = [row["next_commit_s"] for row in of[variant]]
+        line(f"{hosts} hosts of this machine, a ring over TLS: next commit", values, GOALS[variant])
     line("torchrun: next commit", [row["next_commit_s"] for row in of["torchrun"]])
     line("torchrun: steps lost besides", [float(row["lost_steps"]) for row in of["torchrun"]], unit="  ")
     if both := [statistics.median(row["next_commit_s"] for row in of[v]) for v in ("torchrun", "stays") if of[v]][:2]:
