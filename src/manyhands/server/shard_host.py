@@ -197,7 +197,7 @@ class Shard:
         self.link: BackupLink | None = None  # to the copy that gets the log
         self.outboxes: dict[int, int] = {}  # worker: the descriptor of its outbox, for the other copy
         self.keeps_outboxes = False
-        self._unsent: list[Entry] = []  # the newest calls, for which no answer waits: the backup gets them with the next
+        self._unsent: list[Entry] = []  # newest calls for which no answer waits: the backup gets them with the next
         self._timeout_s = timeout_s
         self.changed = threading.Condition()  # its lock is reentrant
         self._released = ReleasedReplies()
@@ -344,7 +344,9 @@ class Shard:
     def use(self, buffer: VersionedBuffer) -> None:
         """The center lies there from now on."""
         self.published = buffer
-        self.store.next_buffer = lambda: buffer.free(self.store.center)
+        store = self.store
+        # Nobody reads a backup's center: it is updated where it lies.
+        store.next_buffer = lambda: buffer.free(store.center) if self.copy.is_primary else store.center
 
     def take(self, offered: VersionedBuffer, *, came: bool) -> None:
         """The offered center has come into the first buffer, or never will."""

@@ -223,7 +223,7 @@ class Strategy(ABC):
         return 0
 
     def steps_since_round(self, state: Any) -> int:
-        """How many of the newest steps are in no round yet. Asked of a resumed worker."""
+        """How many of the newest steps are in no round, or in no push, yet. Asked between steps, where a worker goes on."""
         return 0
 
     def forget_step(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027

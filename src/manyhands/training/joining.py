@@ -222,7 +222,7 @@ def _goes_on_in_step_at_server(loop: Loop) -> bool:
     server.deactivate()
     own = None
     if not loop.blank and loop.ledger is not None:
-        where = {"done": loop.done(), "activated_at": loop.activated_at, "open_steps": loop.open_steps}
+        where = {"done": loop.done(), "activated_at": loop.activated_at, "unpushed": loop.unpushed}
         where["generation"] = loop.generation
         own = [loop.progress(), replica.completed, server.pushes, where, loop.ledger.as_json()]
     everyone = worker.group.all_gather_json(own)
@@ -254,7 +254,7 @@ def _goes_on_in_step_at_server(loop: Loop) -> bool:
             dealt = loop.plan.strategy.extras_of(made, len(newest.dealt.get(worker_id, ())))
             return Carried(newest.first if made <= 0 else done, dealt)
         tick = of(ticks)
-        has = -where["open_steps"] if tick < 0 else tick + loop.plan.strategy.push_has_step
+        has = -where["unpushed"] if tick < 0 else tick + loop.plan.strategy.push_has_step
         return Carried(activated_at + has, 0)
 
     ledger, orphaned = newest.reassign(done, survivors, {one: carried(one, max) for one in newest.lost(survivors)})

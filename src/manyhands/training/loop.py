@@ -158,7 +158,7 @@ class Loop:
         self.epoch_ticks = 0  # of the newest epoch that is over
         self.members_before = 0  # of the group in which this worker last agreed with others where to go on
         self.activated_at = 0  # the global batch of the epoch at which all last became active at the server
-        self.open_steps = 0  # steps before that of which the server has nothing yet
+        self.unpushed = 0  # steps before that of which the server has nothing yet
         self.partial: list[list[int]] = []  # see `note_partial`
 
     def _feed_of(self, data: Any) -> Feed | None:
@@ -265,7 +265,7 @@ class Loop:
         """Take part at the server, from this global batch on. Before the first push all must have."""
         assert self.worker.server is not None
         self.activated_at = self.position.epoch_tick
-        self.open_steps = self.plan.strategy.steps_since_round(self.state)
+        self.unpushed = self.plan.strategy.steps_since_round(self.state)
         self.worker.server.activate()
 
     def step_extra(self, place: Place | None, part: Slice) -> None:
