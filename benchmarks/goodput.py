@@ -24,8 +24,8 @@ with a warm fork server, and at once: what an operator or a supervisor would add
                    to the next launch's first step
 
 **simulated.** A thousand workers on engine `sim` with `survive`, at three published rates of failures a host and day,
-for half a day of virtual time. A step takes ten minutes: few steps, and each loss is dear, so that there is something
-to see. A loss is noticed after 10 s, and another host is there 10 minutes later. Productive is a worker's part of a
+for half a day of virtual time. A step takes five minutes: few steps, and each loss is dear, so that there is something
+to see; the formula holds while losses are rare against steps. A loss is noticed after 10 s, and another host is there 10 minutes later. Productive is a worker's part of a
 step that counts; a replacement that waits for the next step is away. `in general` is the formula before a run, with
 the rate instead of the kills that happened.
 
@@ -70,7 +70,7 @@ STEP_S = 0.2  # of all workers
 ROWS = 24  # a global batch
 DAY_S = 86400.0
 RATES = {"Llama 3": 419 / 54 / 2048, "RSC-1": 6.5e-3, "OPT-175B": 24 / 7.5 / 124}  # failures a host and day
-SIM_STEP_S, SIM_NOTICE_S, SIM_BACK_S = 600.0, 10.0, 600.0
+SIM_STEP_S, SIM_NOTICE_S, SIM_BACK_S = 300.0, 10.0, 600.0
 
 
 def main() -> None:

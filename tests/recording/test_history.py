@@ -95,6 +95,23 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
     assert sum(one["compute"] for one in history.timing_of_workers()) / 2 == pytest.approx(0.6)
 
 
+def test_a_lost_workers_slice_is_reported_once() -> None:
+    """Whether it had reported it is not known: nothing of the batch, a part of it, or all."""
+    history = History(2)
+    assert history.add(leased(1, 0, 0, parts=1, again=True)) is not None  # nobody had reported any of it
+    assert history.add(leased(0, 2, 0)) is None
+    assert history.add(leased(1, 2, 0, again=True, rows=3)) is None
+    row = history.add(leased(1, 2, 1, again=True))
+    assert row is not None
+    assert (row["tick"], row["rows"]) == (2, 7)
+    assert [history.add(leased(1, tick, 0, again=True)) for tick in (0, 2)] == [None, None]
+    assert history.add(leased(1, 1, 0, parts=1)) is not None
+    assert [history.add(leased(1, tick, 0, again=True)) for tick in range(3)] == [None] * 3
+    assert [row["tick"] for row in history.rows] == [0, 2, 1]
+    assert history.consumed == 4 + 7 + 4
+    assert history.close() == []
+
+
 def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
     history = History(2)
     history.preload(

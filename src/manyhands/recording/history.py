@@ -34,6 +34,8 @@ class History:
         self._ticks_a_row = 1
         self._workers = workers
         self._open: defaultdict[int, list[Event]] = defaultdict(list)
+        self._complete_below = 0  # all ticks before are complete,
+        self._complete_beyond: set[int] = set()  # and of those from there on these are
         self._staleness: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by rank: versions -> pushes
         self._gain: dict[int, float] = {}  # by rank
         self._rows_of: Counter[int] = Counter()  # by rank
@@ -122,9 +124,9 @@ class History:
         """Whether it counts. A slice that a lost worker may have reported already (`again`) takes that report's place."""
         self.note(event)
         if event.values.get("again"):
-            reports = self._open.get(event.tick)
-            if not reports:
-                return False  # the tick is complete
+            if event.tick < self._complete_below or event.tick in self._complete_beyond:
+                return False
+            reports = self._open[event.tick]
             for report in [one for one in reports if one.values["lease"][:2] == event.values["lease"][:2]]:
                 reports.remove(report)
                 self.consumed -= report.values["rows"]
@@ -146,6 +148,10 @@ class History:
 
     def _complete(self, tick: int, workers: int) -> dict[str, Any]:
         reports = self._open.pop(tick)
+        self._complete_beyond.add(tick)
+        while self._complete_below in self._complete_beyond:
+            self._complete_beyond.remove(self._complete_below)
+            self._complete_below += 1
         self.steps += 1
         row = row_of(self.steps, tick, reports, workers)
         self.consumed += row["rows"] - sum(report.values["rows"] for report in reports)

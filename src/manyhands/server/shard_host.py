@@ -370,8 +370,8 @@ class Shard:
     def pin(self, worker: int, *, pull: bool) -> tuple[int, int, int]:
         """(version, slot of the memory, index of the call that is to leave) of the center, which stays until `unpin`.
 
-        pull: the store notes it. The backup learns that with the next push, unless the rule looks at what was pulled, or a
-        round may be closed by it.
+        pull: the store notes it. The backup learns that with the next push, unless the rule looks at what was pulled,
+        or a round may be closed by it.
         """
         with self.changed:
             self.calls["pulls"] += pull

@@ -38,8 +38,8 @@ def copies_changed(shard: int, copies: int, time_s: float, how: str = "") -> Eve
 def pushes_since(generation: int, of_lost: Iterable[tuple[int, int, LastPushes]]) -> dict[int, LastPushes]:
     """By worker id, of the members of a generation that were lost since then.
 
-    of_lost: (the generation in which it was lost, worker id, what the server has of it), oldest first. A worker may be lost
-    in each of its processes: the member is the first one.
+    of_lost: (the generation in which it was lost, worker id, what the server has of it), oldest first. A worker may be
+    lost in each of its processes: the member is the first one.
     """
     found: dict[int, LastPushes] = {}
     for lost_in, worker_id, pushes in of_lost:

@@ -45,8 +45,8 @@ class SimServers:
     timeout_s: a call that waits for other workers for so long, while none of them does anything, gets PeerLost, and one
     that does not answer for so long ShardLost; what is on its way takes the time that it takes. inf: never.
 
-    copies: of each shard. changed: called with (shard, how many copies it has now). Where none is left the run ends. With
-    a shard's next primary an open request is sent again: pushes and ticks have numbers, and count once.
+    copies: of each shard. changed: called with (shard, how many copies it has now). Where none is left the run ends.
+    With a shard's next primary an open request is sent again: pushes and ticks have numbers, and count once.
 
     Ledger: as of served servers, each request once; what is sent again is counted as "resent".
     """
