@@ -51,7 +51,10 @@ def test_one_worker_is_the_plain_script_bit_for_bit(optimizer: str, schedule: st
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(own_rule), tensors_of(rule), strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["solo", "allreduce", "local-sgd:period=3", "local-sgd:period=end"])
+ALONE = ["solo", "allreduce", "allreduce:overlap=true", "allreduce:compress=topk:0.1", "allreduce:combine=adasum"]
+
+
+@pytest.mark.parametrize("strategy", [*ALONE, "local-sgd:period=3", "local-sgd:period=end"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_strategy_alone_is_the_plain_script(strategy: str, shuffle: bool) -> None:
     """CASE 1: the random order included, and what is drawn after it."""
@@ -582,8 +585,6 @@ def test_what_prepare_does_not_take() -> None:
     ):
         with pytest.raises(BadInput, match=message):
             prepare_on(session, *arguments)
-    with pytest.raises(Unsupported, match="overlap"):
-        prepare_on(session, model, rule, strategy="allreduce:overlap=true")
     assert "step" not in vars(rule)
 
 

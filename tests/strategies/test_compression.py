@@ -13,7 +13,7 @@ import manyhands as mh
 import plain
 from manyhands.comm.codecs import codec_of
 from manyhands.comm.threads import Meeting, ThreadGroup
-from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.errors import BadInput, UnknownName
 from manyhands.replica.control_bits import CONTROL_BITS
 from manyhands.replica.replica import Replica
 from manyhands.server.base import Encoded, Pushed
@@ -362,13 +362,6 @@ def test_options_that_cannot_be_are_refused(make: Any, problem: str) -> None:
 def test_strategies_that_exchange_parameters_have_no_codec(name: str) -> None:
     with pytest.raises(UnknownName, match="has no option 'compress'"):
         strategy_of(f"{name}:compress=int8")
-
-
-def test_a_loop_of_ones_own_is_refused_by_name() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(Unsupported, match="compress=int8 does not work with mh.prepare"):
-        mh.prepare(model, optimizer, strategy="allreduce:compress=int8")
 
 
 def test_qsgd_draws_apart_on_each_rank_and_at_each_step() -> None:

@@ -146,7 +146,8 @@ def test_options_that_cannot_be_are_refused() -> None:
     with pytest.raises(BadInput, match="backups must be a whole number of at least 0"):
         Quorum(backups=-1)
     with pytest.raises(BadInput, match="backups=2 must be less than workers=2: give at most 1"):
-        hands("quorum:backups=2", [slope(1.0)] * 2, lambda hand: None)
+        Quorum(backups=2).check_workers(2)
+    Quorum(backups=2).check_workers(1)
 
 
 def test_nobody_is_behind_a_checkpoint() -> None:

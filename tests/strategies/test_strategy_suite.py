@@ -25,6 +25,7 @@ STRATEGIES: dict[
     "solo": (1,),
     "allreduce": SIZES,
     "allreduce:overlap=true": SIZES,
+    "allreduce:combine=adasum": (1, 4),
     "allreduce:compress=topk:0.3": SIZES,
     "allreduce:compress=qsgd:4": SIZES,
     "allreduce:compress=powersgd:1": SIZES,

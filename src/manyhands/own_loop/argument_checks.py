@@ -29,7 +29,7 @@ def root_of(model: Any) -> nn.Module:
     )
 
 
-def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> None:
+def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy, workers: int) -> None:
     """BadInput for what is no model or optimizer; Unsupported for a strategy that `prepare` cannot run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
@@ -47,11 +47,12 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy) -> Non
             f"the optimizer holds {found}: prepare all modules together, mh.prepare([first, second], optimizer) say"
         )
 
-    check_strategy(strategy)
+    check_strategy(strategy, workers)
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Unsupported for a strategy that a loop of the user's own cannot run."""
+def check_strategy(strategy: Strategy, workers: int) -> None:
+    """Unsupported for a strategy that a loop of the user's own cannot run, or not on so many workers."""
+    strategy.check_workers(workers)
     instead = "use mh.train, or a strategy that exchanges through the group: allreduce, local-sgd, gossip, ensemble"
     if strategy.server() is not None or strategy.leasing() is not None:
         wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"

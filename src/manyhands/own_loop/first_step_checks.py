@@ -77,12 +77,12 @@ class FirstSteps:
 
     def __init__(self, session: FirstLosses) -> None:
         self._session = session
-        self._left = STEPS if session.worker.size > 1 else 0
+        self.left = STEPS if session.worker.size > 1 else 0  # steps that are still looked at, the same on all ranks
         self._own: int | None = None  # checksum of this step's own gradients
 
     def collected(self, gradients: Tensor, weight_known: bool) -> None:
         """gradients: this worker's [D'] before any exchange. weight_known: a loader or the user gave their weight."""
-        if not self._left:
+        if not self.left:
             return
         if weight_known:
             self._own = None
@@ -91,14 +91,14 @@ class FirstSteps:
 
     def stepped(self, step: int) -> None:
         """A step is over. A collective in the first steps; rank 0 warns, once a session."""
-        if not self._left:
+        if not self.left:
             return
-        self._left -= 1
+        self.left -= 1
         own, self._own = self._own, None
         everybodys = self._session.worker.group.all_gather_json(own)
         if None in everybodys:
             return
-        self._left = 0
+        self.left = 0
         if len(set(everybodys)) == 1 and not self._session.alike_warned:
             self._session.alike_warned = True
             if self._session.worker.rank == 0:

@@ -194,7 +194,7 @@ class _Call:
             from manyhands.own_loop.argument_checks import check_strategy
             from manyhands.strategies import strategy_of
 
-            check_strategy(strategy_of(self.strategy))  # before the program reads any data
+            check_strategy(strategy_of(self.strategy), worker.size)  # before the program reads any data
         if worker.shares_process:
             return self.function(*self.args)
         mute_nonzero_ranks(worker, self.timeout_s)

@@ -221,24 +221,29 @@ class Pair:
         """
         self._given = given
         model = root_of(given)
-        check_arguments(model, optimizer, strategy)
+        check_arguments(model, optimizer, strategy, session.worker.size)
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
+        first_steps, group = FirstSteps(session.first_losses), self.worker.mesh.data
+        self._first_steps = first_steps
         self.replica = Replica.of(
             model,
             optimizer,
-            group=self.worker.mesh.data,
+            group=group,
             nonfinite="raise" if self.together else "apply",
             take_step=self._stepper.plain_step,
+            # alone nothing is sent, and the first gradients are compared before they are
+            weigh=lambda: None if first_steps.left or group.size == 1 else session.next_backward().weight,
         )
         self._addresses = [p.data_ptr() for p in self.replica.trainable]
         self.own = {id(p) for p in self.replica.trainable}
         self.gradient_scale = GradientScale(model, self.replica.trainable)
-        self._first_steps = FirstSteps(session.first_losses)
         self._averages = strategy.needs.mean_gradient and self.together
+        self._keeps = self._averages and not strategy.averages_exactly
+        self._before: dict[int, Tensor] = {}  # by parameter: the gradient to which the backward under way adds its own
         self._weight = 0.0  # behind the gradients since the last step
         self._backwards = 0  # since the last step
         self._task = -1  # the last backward that reached this pair
@@ -252,9 +257,15 @@ class Pair:
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        for pair in list(self.session.pairs):
-            if not self.own.isdisjoint(pair.own):
-                pair.release()
+        earlier = [pair for pair in self.session.pairs if not self.own.isdisjoint(pair.own)]
+        both = {self, *self.session.pairs} - {*earlier}
+        if self.together and len(both) > 1 and any(pair.replica.executor.hands_out_slices for pair in both):
+            raise Unsupported(
+                "overlap=true sends slices of a model's gradient while its backward runs, and with a second prepared model "
+                "the workers could send them in different orders: leave overlap out"
+            )
+        for pair in earlier:
+            pair.release()
         if self._stepper.pair is not None:
             self._stepper.pair.release()
         self.session.pairs.add(self)
@@ -286,7 +297,16 @@ class Pair:
             if (pair := own()) is not None:
                 pair._arrived()
 
-        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in self.replica.trainable]
+        def arriving(number: int) -> None:
+            if (pair := own()) is None or number in pair._before:
+                return
+            if (gradient := pair.replica.trainable[number].grad) is not None:
+                pair._before[number] = gradient.detach().clone()
+
+        parameters = self.replica.trainable
+        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters]
+        if self._keeps:
+            self._hooks += [p.register_hook(lambda _, i=i: arriving(i)) for i, p in enumerate(parameters)]
 
     def _arrived(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -315,8 +335,15 @@ class Pair:
             raise
         replica.weight = backward.weight
         self._first_steps.collected(replica.gradients.joined(), backward.known)
+        before, self._before = self._before, {}
+        gradients = list(replica.named(replica.gradients).values()) if before else []
+        for number, gradient in before.items():
+            gradients[number].sub_(gradient)
         with self._exchanging():
-            return replica.mean_gradients(self.worker.mesh.data).weight
+            total = self.strategy.mean_gradients(replica, self.worker, self.state)
+        for number, gradient in before.items():
+            gradients[number].add_(gradient)
+        return total.weight
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -379,6 +406,7 @@ class Pair:
         self.replica.tick += 1
         self.replica.reset_flags()
         self._weight, self._backwards, self._open = 0.0, 0, True
+        self._before.clear()  # of a backward that raised
         self.gradient_scale.restore_buffers()
         self.session.after_step(self)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,11 @@ class StepExecutor(ABC):
         """See `Replica.on_ready`; called back with a slice, the weight, and the mask of the slices so far."""
         raise self.without_gradients()
 
+    @property
+    def hands_out_slices(self) -> bool:
+        """Whether `on_ready` was called."""
+        return False
+
     def without_gradients(self) -> Unsupported:
         """The error of whoever asks for gradients where there are none."""
         return Unsupported(
@@ -141,15 +147,17 @@ class AutogradExecutor(StepExecutor):
         precision: str = "float32",
         micro_batch_size: int | None = None,
         take_step: Callable[[], Any] | None = None,
+        weigh: Callable[[], float | None] | None = None,
         members: Group | None = None,
     ) -> None:
         """loss: None in the user's own loop, which calls backward itself.
+        weigh: in the user's own loop, the weight of the backward that begins; None: no slices of it are handed out.
         take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
         """
         self._make_model, self._make_optimizer = model, optimizer
         self._loss, self.has_loss = loss, loss is not None
         self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
-        self._take_step, self.has_gradients = take_step, True
+        self._take_step, self.weigh, self.has_gradients = take_step, weigh, True
         self.members = SoloGroup() if members is None else members
         self._grad_mask = 0  # bits: the parameters with a gradient
         self._filled = 0  # bits: the slices of the gradients that are not zero
@@ -247,7 +255,6 @@ class AutogradExecutor(StepExecutor):
             if mean is not None:
                 mean.backward()
             return self.collect(scale)
-        self._grad_mask = 0
         self._buckets.begin(scale, weight)
         if mean is not None:
             mean.backward()
@@ -256,10 +263,18 @@ class AutogradExecutor(StepExecutor):
 
     @override
     def collect(self, scale: float | None = None) -> int:
-        """Gather every `.grad` into the shards (times `scale`), zero missing slices, make `.grad` views of them."""
+        """Gather every `.grad` into the shards (times `scale`), zero missing slices, make `.grad` views of them. Of a
+        backward whose slices are handed out, the rest."""
+        if self._buckets is not None and self._buckets.active:
+            self._buckets.flush()
+            return self._grad_mask
         self._grad_mask = 0
         self.collect_some(range(len(self._grads)), scale)
         return self._grad_mask
+
+    def begin_collecting(self) -> None:
+        """Nothing is collected yet."""
+        self._grad_mask = 0
 
     def collect_some(self, which: Iterable[int], scale: float | None) -> int:
         """`collect` for the parameters of these numbers; the mask of all that were collected since it began."""
@@ -300,11 +315,12 @@ class AutogradExecutor(StepExecutor):
 
     @override
     def on_ready(self, callback: Callable[[Tensor, float, int], None]) -> None:
-        if self._loss is None:
-            raise Unsupported(
-                "overlapping the exchange with backward needs manyhands' own loop: leave overlap out, or use mh.train"
-            )
         self._buckets = _Buckets(self, callback)
+
+    @property
+    @override
+    def hands_out_slices(self) -> bool:
+        return self._buckets is not None
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -365,11 +381,17 @@ class _Buckets:
         cuts = [(shard, which) for shard in executor.shards for which in _cut(shard.layout)]
         self._cuts = sorted(cuts, key=lambda cut: -cut[0].layout.numbers[cut[1].stop - 1])  # as backward completes them
         self._bucket_of = {shard.layout.numbers[i]: k for k, (shard, which) in enumerate(self._cuts) for i in which}
-        self._active, self._weight = False, 0.0
+        self.active, self._weight, self._task = False, 0.0, -1
         self.reset()
+        own = ref(self)  # whoever keeps the model does not keep this
+
+        def ready(number: int) -> None:
+            if (buckets := own()) is not None:
+                buckets._ready(number)
+
         for shard in executor.shards:
             for number, p in zip(shard.layout.numbers, shard.layout.parameters, strict=True):
-                p.register_post_accumulate_grad_hook(lambda _, number=number: self._ready(number))
+                p.register_post_accumulate_grad_hook(lambda _, number=number: ready(number))
 
     def reset(self) -> None:
         """Nothing is handed out: also where a lost peer ended the step before in the middle of its backward."""
@@ -377,18 +399,35 @@ class _Buckets:
 
     def begin(self, scale: float | None, weight: float) -> None:
         self._flushed(scale)
-        self._active, self._weight = True, weight
+        self._executor.begin_collecting()
+        self.active, self._weight = True, weight
 
     def _flushed(self, scale: float | None) -> None:
-        self._active, self._next, self._scale = False, 0, scale
+        self.active, self._next, self._scale = False, 0, scale
         self._missing = [len(which) for _, which in self._cuts]
 
     def _ready(self, number: int) -> None:
-        if not self._active:
+        if self._executor.weigh is not None:
+            self._look_for_next_backward(self._executor.weigh)
+        if not self.active:
             return
         self._missing[self._bucket_of[number]] -= 1
         while self._next < len(self._cuts) and self._missing[self._next] == 0:
             self._hand_out()
+
+    def _look_for_next_backward(self, weigh: Callable[[], float | None]) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self.active and self._next:
+            raise Unsupported(
+                "a backward began before all of another one's gradient was exchanged, of which overlap=true had sent a part: leave overlap out where "
+                "errors in backward() are caught, and give checkpoint(..., use_reentrant=False)"
+            )
+        self._task = task
+        self.reset()
+        if (weight := weigh()) is not None:
+            self.begin(None, weight)
 
     def _hand_out(self) -> None:
         shard, which = self._cuts[self._next]
@@ -399,7 +438,7 @@ class _Buckets:
         self._callback(shard.gradients[layout.offsets[which.start] : end], self._weight, grad_mask)
 
     def flush(self) -> None:
-        self._active = False
+        self.active = False
         while self._next < len(self._cuts):
             self._hand_out()
         self._flushed(None)

@@ -91,11 +91,18 @@ class Replica:
         precision: str = "float32",
         micro_batch_size: int | None = None,
         take_step: Callable[[], Any] | None = None,
+        weigh: Callable[[], float | None] | None = None,
         **options: Any,
     ) -> Self:
         """The replica of a plain model in one worker; see `AutogradExecutor`, and `__init__` for the other options."""
         executor = AutogradExecutor(
-            model, optimizer, loss=loss, precision=precision, micro_batch_size=micro_batch_size, take_step=take_step
+            model,
+            optimizer,
+            loss=loss,
+            precision=precision,
+            micro_batch_size=micro_batch_size,
+            take_step=take_step,
+            weigh=weigh,
         )
         return cls(executor, group=group, **options)
 
@@ -224,8 +231,8 @@ class Replica:
         """From now on, call back with each slice of `gradients` as soon as it is final during the last micro-batch.
 
         Slices come in the same order on every rank and cover the vector; those that backward did not complete come
-        at its end, an empty tick's too. `weight` is known when the first comes. Raises Unsupported in the user's own
-        loop, which does not say which backward is the step's last.
+        at its end, an empty tick's too. `weight` is known when the first comes. In the user's own loop that is every
+        backward for which the executor's `weigh` gives a weight.
         """
 
         def ready(gradients: Tensor, weight: float, grad_mask: int) -> None:

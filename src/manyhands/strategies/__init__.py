@@ -42,7 +42,7 @@ ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing
     **dict.fromkeys(("mirroredstrategy", "multiworkermirrored", "multiworkermirroredstrategy"), "allreduce"),
     **dict.fromkeys(("ring", "ring-allreduce", "hierarchical", "mpi", "nccl", "gloo"), _TRAVELS),
     "bytescheduler": "`allreduce:overlap=true` sends gradients while backward computes, without priorities",
-    "adasum": "Adasum is not here: `allreduce` averages gradients by weight",
+    "adasum": "allreduce:combine=adasum",
     **dict.fromkeys(("1bit", "1-bit", "one-bit", "onebit"), "allreduce:compress=onebit"),
     **dict.fromkeys(("topk", "top-k"), "allreduce:compress=topk:0.01"),
     "dgc": "`allreduce:compress=topk:0.001` is deep gradient compression without its momentum correction",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
+from manyhands.comm.group import MeanResult
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import Server, ServerSpec
@@ -147,6 +148,9 @@ class Strategy(ABC):
         """The server this strategy needs, or None."""
         return None
 
+    def check_workers(self, workers: int) -> None:  # noqa: B027
+        """BadInput or Unsupported for a number of workers with which it cannot train. Asked before anything starts."""
+
     def leasing(self) -> Leasing | None:
         """None: all workers make the same ticks. Else `exchange` may neither wait for others nor call the group."""
         return None
@@ -188,6 +192,15 @@ class Strategy(ABC):
 
     def before_backward(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """Prepare the gradient: move to a look-ahead point, begin to overlap. Most strategies do nothing here."""
+
+    def mean_gradients(self, replica: Replica, worker: Worker, state: Any) -> MeanResult:
+        """Where `needs.mean_gradient`: make one gradient of the group's, right after a backward of a user's own loop."""
+        return replica.mean_gradients(worker.mesh.data)
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether that is the weighted mean itself, so that a mean of before and what a backward adds may go in together."""
+        return True
 
     @abstractmethod
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:

@@ -22,7 +22,7 @@ from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.comm.codecs.threshold import Threshold
 from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.group import MeanResult
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout
 from manyhands.server.base import Encoded, Pushed
@@ -104,15 +104,6 @@ def check(strategy: str, options: CompressOptions) -> None:
         raise BadInput(
             f"strategy {strategy}: feedback={str(options.feedback).lower()} needs compress, and compress is none: "
             "leave feedback out, or give compress"
-        )
-
-
-def refuse_own_loop(strategy: str, replica: Replica, options: CompressOptions) -> None:
-    """Raise Unsupported where `prepare` averages gradients after each backward, which is not compressed."""
-    if codec_of(options.compress) is not None and not replica.has_loss:
-        raise Unsupported(
-            f"strategy {strategy}: compress={options.compress} does not work with mh.prepare, which averages right "
-            "after backward(): leave compress out, or use mh.train"
         )
 
 

@@ -80,12 +80,14 @@ class Quorum(CompressOptions, Strategy):
         )
 
     @override
-    def start(self, replica: Replica, worker: Worker) -> QuorumState:
-        if self.backups >= worker.mesh.data.size > 1:
+    def check_workers(self, workers: int) -> None:
+        if self.backups >= workers > 1:
             raise BadInput(
-                f"strategy quorum: backups={self.backups} must be less than workers={worker.mesh.data.size}: give at "
-                f"most {worker.mesh.data.size - 1}"
+                f"strategy quorum: backups={self.backups} must be less than workers={workers}: give at most {workers - 1}"
             )
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> QuorumState:
         return QuorumState(**compression.remembered(self, replica, worker))
 
     @override

@@ -33,12 +33,15 @@ class Solo(Strategy):
         return "it has one worker"
 
     @override
-    def start(self, replica: Replica, worker: Worker) -> State:
-        if worker.mesh.data.size > 1:
+    def check_workers(self, workers: int) -> None:
+        if workers > 1:
             raise Unsupported(
-                f"strategy solo runs on one worker, and workers={worker.mesh.data.size}: use allreduce, which gives "
-                "the same result, or workers=1"
+                f"strategy solo runs on one worker, and workers={workers}: use allreduce, which gives the same result, "
+                "or workers=1"
             )
+
+    @override
+    def start(self, replica: Replica, worker: Worker) -> State:
         return State()
 
     @override

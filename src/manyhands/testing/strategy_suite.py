@@ -54,6 +54,7 @@ class StrategyWorker:
     """One worker: its replica, the strategy's state, and the ticks of the loop."""
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        strategy.check_workers(worker.size)
         self.strategy, self.worker, self.tick = strategy, worker, 0
         self.active = False
         self.replica = Replica.of(tiny_model(worker.rank), adamw, group=worker.group, loss=squared_error)

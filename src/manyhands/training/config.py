@@ -108,7 +108,7 @@ class TrainConfig:
         if why := strategy.fixed_members():
             raise Unsupported(
                 f"survive: strategy {strategy.name} cannot go on without a worker that is lost, because {why}: use "
-                "allreduce, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
+                "plain allreduce, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
             )
         if survive.max_workers not in (None, self.count) and (why := strategy.fixed_places()):
             raise Unsupported(
@@ -129,11 +129,7 @@ class TrainConfig:
             )
 
     def _check_strategy(self, servers: int) -> None:
-        if self.strategy.needs.one_worker and self.count > 1:
-            raise Unsupported(
-                f"strategy {self.strategy.name} runs on one worker, and workers={self.count}: use allreduce, which "
-                "gives the same result, or workers=1"
-            )
+        self.strategy.check_workers(self.count)
         spec = self.strategy.server()
         if spec is not None and spec.one_shard and servers > 1:
             raise Unsupported(

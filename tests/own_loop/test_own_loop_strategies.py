@@ -1,0 +1,177 @@
+"""Strategies in a prepared loop, beside the same on the loop of `mh.train`: workers are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from own_loops import loader_of, loop, seeded, train_plain, train_prepared
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import plain
+from manyhands.data.sharding import slice_of
+from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.session import Session
+from manyhands.replica.replica import Replica
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+CODECS = ["topk:0.2", "onebit", "threshold:0.01", "powersgd:2", "qsgd:4", "bf16", "int8"]
+STRATEGIES = ["allreduce:overlap=true", "allreduce:combine=adasum", *(f"allreduce:compress={c}" for c in CODECS)]
+
+
+def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | None = None) -> Any:
+    model = seeded()
+    return prepare_on(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *loaders, strategy=strategy)
+
+
+def train_with_loss(worker: Worker, strategy: str, epochs: int = 3) -> Tensor:
+    """The parameters after the loss was computed where `mh.train` computes it."""
+    chosen = strategy_of(strategy)
+    chosen.check_workers(worker.size)
+    replica = Replica.of(seeded(), plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
+    state = plain.started(chosen, replica, worker)
+    for _ in range(epochs):
+        for x, y in loader_of():
+            start, stop = slice_of(len(x), worker.rank, worker.size)
+            replica.begin_tick()
+            chosen.before_backward(replica, worker, state)
+            replica.backward((x[start:stop], y[start:stop]) if start < stop else None)
+            chosen.exchange(replica, worker, state)
+            replica.tick += 1
+        chosen.finish(replica, worker, state)
+    return plain.flat(replica.model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_prepared_loop_is_mh_train(strategy: str, size: int) -> None:
+    """39 rows in batches of 12, the last of 3: one worker of four has none of it."""
+    expected = together(size, lambda worker: train_with_loss(worker, strategy))
+    got = together(size, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
+    for one in got:
+        assert (one - expected[0]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce:overlap=true", "allreduce:combine=adasum", "allreduce:compress=onebit"]
+)
+def test_what_several_backwards_add_is_exchanged_once(strategy: str) -> None:
+    """What a backward gave the mean is not sent again with what the next one adds, which is 0 here."""
+
+    def program(worker: Worker, zeros: int) -> Tensor:
+        model, rule, shares = prepared(
+            worker, f"{strategy}{',feedback=false' if 'onebit' in strategy else ''}", loader_of(60)
+        )
+        for batch in shares:
+            rule.zero_grad()
+            plain.cross_entropy(model, batch).backward()
+            for _ in range(zeros):
+                (plain.cross_entropy(model, batch) * 0.0).backward()
+            rule.step()
+        return plain.flat(model)
+
+    once, again = (together(2, lambda worker, zeros=zeros: program(worker, zeros)) for zeros in (0, 2))
+    for one in again:
+        assert (one - once[0]).abs().max() < 1e-12
+
+
+def test_slices_are_sent_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not in the first steps, in which the workers' own gradients are compared."""
+    monkeypatch.setattr("manyhands.replica.executor.BUCKET_BYTES", 1)
+
+    def program(worker: Worker) -> list[int]:
+        model, rule, shares = prepared(worker, "allreduce:overlap=true", loader_of(60))
+        begun, start = 0, worker.group.start_mean_
+        seen: list[int] = []  # by step: means begun when the first layer's gradient comes
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal begun
+            begun += 1
+            return start(*arguments)
+
+        worker.group.start_mean_ = counted  # type: ignore[method-assign]
+        model[0].weight.register_hook(lambda _: seen.append(begun))
+        for batch in shares:
+            loss, begun = plain.cross_entropy(model, batch), 0
+            loss.backward()
+            rule.step()
+            rule.zero_grad()
+        return seen
+
+    assert together(2, program) == [[0, 0, 0, 3, 3]] * 2  # the other three parameters are on their way
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adasum_of_parallel_gradients_is_one_worker(size: int) -> None:
+    x, y = plain.rows(1)
+    rows = DataLoader(TensorDataset(x.repeat(12, 1), y.repeat(12)), batch_size=4)
+    expected, _ = train_plain(loader=rows)
+
+    def program(worker: Worker) -> Tensor:
+        model, rule, shares = prepared(worker, "allreduce:combine=adasum", DataLoader(rows.dataset, batch_size=4))
+        loop(model, rule, shares)
+        return plain.flat(model)
+
+    for got in together(size, program):
+        assert (got - plain.flat(expected)).abs().max() < 1e-12
+
+
+def test_adasum_leaves_out_what_a_worker_without_weight_computed() -> None:
+    """NaN of a loss over nothing included."""
+    strategy = strategy_of("allreduce:combine=adasum")
+
+    def program(worker: Worker) -> tuple[Tensor, Tensor]:
+        replica = Replica.of(seeded(), plain.OPTIMIZERS["sgd"], group=worker.group, loss=plain.cross_entropy)
+        state = plain.started(strategy, replica, worker)
+        replica.begin_tick()
+        replica.backward(plain.rows(8, seed=worker.rank))
+        own = replica.gradients.joined().clone()
+        if worker.rank == 1:
+            replica.weight = 0.0
+            replica.gradients.fill_(float("nan"))
+        strategy.mean_gradients(replica, worker, state)
+        return own, replica.gradients.joined()
+
+    (wanted, first), (_, second) = together(2, program)
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, wanted)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"takes 1, 2, 4, 8, … workers, and workers=3"):
+        together(3, lambda worker: prepared(worker, "allreduce:combine=adasum"))
+
+    def two(worker: Worker) -> None:
+        session = Session(worker)
+        kept = [prepared(worker, "allreduce:overlap=true", session=session) for _ in range(2)]
+        assert not kept
+
+    with pytest.raises(Unsupported, match="with a second prepared model"):
+        together(2, two)
+
+
+def test_a_backward_that_failed_after_a_part_was_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.replica.executor.BUCKET_BYTES", 1)
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def program(worker: Worker) -> None:
+        model, rule, shares = prepared(worker, "allreduce:overlap=true", loader_of(60))
+        for number, batch in enumerate(shares):
+            if number == 4:
+                hook = model[0].weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    plain.cross_entropy(model, batch).backward()
+                hook.remove()
+            nn.Module.zero_grad(model)
+            plain.cross_entropy(model, batch).backward()
+            rule.step()
+
+    with pytest.raises(Unsupported, match="of which overlap=true had sent a part"):
+        together(2, program)
