@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.data.sharding import epoch_order, shared, slice_of, ticks
+from manyhands.data.sharding import FixedPartition, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
 COUNTS = st.integers(0, 200)
@@ -55,6 +55,37 @@ def test_every_index_is_handed_out_exactly_once(rows, batch_size, size):
             start, stop = slice_of(len(batch), rank, size)
             handed += batch[start:stop].tolist()
     assert handed == order.tolist()
+
+
+@given(rows=COUNTS, batch_size=st.integers(1, 70), parts=st.integers(1, 9), shuffle=st.booleans())
+def test_a_fixed_partition_gives_each_part_its_own_neighbours_in_every_epoch(rows, batch_size, parts, shuffle):
+    order = FixedPartition(rows=rows, batch_size=batch_size, parts=parts, seed=3, shuffle=shuffle)
+    of_epochs = []
+    for epoch in range(2):
+        whole, owned = order(epoch), [[] for _ in range(parts)]
+        assert sorted(whole.tolist()) == list(range(rows))
+        for first in range(0, rows, batch_size):
+            batch = whole[first : first + batch_size]
+            for part in range(parts):
+                start, stop = slice_of(len(batch), part, parts)
+                owned[part] += batch[start:stop].tolist()
+        assert all(sorted(own) == list(range(min(own), min(own) + len(own))) for own in owned if own)
+        assert [row for own in owned for row in sorted(own)] == list(range(rows))
+        assert shuffle or all(own == sorted(own) for own in owned)
+        lengths = [len(own) for own in owned]
+        assert max(lengths) - min(lengths) <= ticks(rows, batch_size)
+        of_epochs.append([sorted(own) for own in owned])
+    assert of_epochs[0] == of_epochs[1]
+
+
+def test_within_its_part_an_order_is_drawn_by_seed_epoch_and_part():
+    orders = {
+        tuple(FixedPartition(rows=60, batch_size=20, parts=2, seed=seed)(epoch)) for seed in (0, 1) for epoch in (0, 1)
+    }
+    assert len(orders) == 4
+    order = FixedPartition(rows=60, batch_size=20, parts=2)(0)
+    ranks = [order[:10].argsort().tolist(), order[10:20].argsort().tolist()]
+    assert ranks[0] != ranks[1]
 
 
 def test_workers_of_one_process_share_an_order_only_while_one_holds_it():

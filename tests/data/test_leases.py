@@ -85,6 +85,32 @@ def test_a_stop_reaches_those_who_wait() -> None:
     assert leases.released == [(1, End(reason="max_seconds", left=[[0, 4], [0, 4]]))]
 
 
+# -- fixed parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_with_fixed_parts_nobody_takes_anothers_and_all_end_together() -> None:
+    leases, of = Leases(), segment(until=2, fixed=True)
+    assert [taken(leases, 0, of) for _ in range(2)] == [(0, 0), (1, 0)]
+    assert leases.take(0, of) is None
+    assert [taken(leases, 1, of) for _ in range(2)] == [(0, 1), (1, 1)]
+    assert leases.released == [(0, End(reason="", left=[[2, 2], [2, 2]]))]
+    assert leases.take(1, of) == End(reason="", left=[[2, 2], [2, 2]])
+
+
+def test_a_stop_reaches_who_waits_for_the_others_parts() -> None:
+    leases, of = Leases(), segment(until=2, left=[[2, 2], [0, 2]], fixed=True)
+    assert leases.take(0, of) is None
+    leases.stop("callback")
+    assert leases.released == [(0, End(reason="callback", left=[[2, 2], [0, 2]]))]
+
+
+def test_alone_longer_than_its_own_part_worker_0_lets_the_others_in() -> None:
+    leases, of = Leases(), segment(until=1, rank0_warmup_ticks=9, fixed=True)
+    assert leases.take(1, of) is None
+    assert taken(leases, 0, of) == (0, 0)
+    assert leases.released == [(1, Lease(index=0, part=1, handed=1))]
+
+
 # -- exactly once --------------------------------------------------------------------------------------------------------
 
 

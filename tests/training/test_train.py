@@ -398,6 +398,15 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         train(task(epochs=3, model=lambda: nn.Linear(5, 3).double()), run_dir=tmp_path / "run", resume=True)
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(*plain.rows(39), strict=True)
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*plain.rows(39)), batch_size=12)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +431,12 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         ),
         ({"keep": "best:validation_loss"}, "keep.*needs validation_data"),
         ({"nonfinite": "ignore"}, "nonfinite must be"),
+        ({"partition": "even"}, 'partition must be "none" or "fixed"'),
+        ({"partition": "fixed", "order": lambda epoch: range(39)}, "so does the task's order"),
+        ({"partition": "fixed", "workers": 4, "train_data": plain.rows(3)}, "there are 3 for 4 workers"),
+        ({"partition": "fixed", "train_data": Stream()}, "a stream has no row numbers"),
+        ({"partition": "fixed", "train_data": loader()}, "a DataLoader's sampler names them"),
+        ({"partition": "fixed", "workers": 2, "survive": "max_losses=1"}, "with partition=fixed each worker has rows"),
         ({"validate_every": 0}, "validate_every must be"),
         ({"max_seconds": -1}, "max_seconds must be"),
         ({"resume": True}, "needs a run directory"),

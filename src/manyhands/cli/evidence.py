@@ -27,6 +27,7 @@ def compare(
     validations: options.Validations = 20,
     engine: options.Engine = "auto",
     servers: options.Servers = 1,
+    partitions: options.Partitions = "none",
     device: options.Device = "auto",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
@@ -80,6 +81,7 @@ def compare(
             engine, "sim", network=network, compute=compute, faults=faults, seed=sim_seed, profile=profile
         ),
         servers=servers,
+        partitions=partitions.split(","),
         device=device,
         threads_per_worker=threads_per_worker,
         time_margin=time_margin,

@@ -196,6 +196,9 @@ Repeats = Annotated[int, _run("--repeats", help="Of each variant; below 3 nothin
 Target = Annotated[
     str | None, _run("--target", help="Measure the time to it: test_accuracy=0.97, 'validation_loss<=1.8'.")
 ]
+Partitions = Annotated[
+    str, _run("--partitions", help="How rows are dealt, each strategy with each: none, fixed, or none,fixed.")
+]
 ReportDirectory = Annotated[
     Path | None, _watch("--output", "-o", help="report.html and report.json go there; default: runs/compare-TASK-TIME.")
 ]
@@ -257,6 +260,9 @@ CheckReplicasEvery = Annotated[
 ]
 Keep = Annotated[str, _watch("--keep", help="last, or best:METRIC.")]
 Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise, or skip them.")]
+Partition = Annotated[
+    str, _run("--partition", help="none: rows are dealt anew in each epoch; fixed: each worker keeps its part.")
+]
 Stopping = Annotated[str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.")]
 TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]
 MLflowExperiment = Annotated[

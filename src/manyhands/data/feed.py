@@ -15,8 +15,21 @@ import torch
 from manyhands.data.batch import to_device
 from manyhands.data.kept_batches import KeptBatches
 from manyhands.data.leases import End, Lease, Segment, foreseen
+from manyhands.data.sharding import FixedPartition
 from manyhands.data.slice_ledger import Place
-from manyhands.data.source import COMPARED, Order, Pick, Picks, Planned, Reading, Slice, Slices, Source, Unsized
+from manyhands.data.source import (
+    COMPARED,
+    Indexed,
+    Order,
+    Pick,
+    Picks,
+    Planned,
+    Reading,
+    Slice,
+    Slices,
+    Source,
+    Unsized,
+)
 from manyhands.errors import BadInput
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Feed", "Slice"]
@@ -51,12 +64,13 @@ class Feed:
         seed: int = 0,
         shuffle: bool = True,
         order: Order | None = None,
+        partition: str = "none",
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         threads: bool = True,
         keeps: bool = False,
     ) -> None:
         """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all
-        ranks.
+        ranks. partition: "fixed" where each rank's rows are one part of the data, the same in all epochs.
         threads: whether a thread may read ahead.
         keeps: a stream is read whole, shards too, and what `keep_from` names can be read again.
 
@@ -65,6 +79,10 @@ class Feed:
         self.source, self.device, self._threads = source, device, threads
         self.batch_size = batch_size or source.batch_size or DEFAULT_BATCH_SIZE
         check_shard(rank, size, self.batch_size)
+        if partition == "fixed":
+            check_partition(source, size, order is not None)
+            assert source.rows is not None
+            order = FixedPartition(rows=source.rows, batch_size=self.batch_size, parts=size, seed=seed, shuffle=shuffle)
         self._reading = Reading(
             rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order
         )
@@ -198,6 +216,26 @@ class Feed:
         if part.batch is None or self.device.type == "cpu":
             return part
         return replace(part, batch=to_device(part.batch, self.device))
+
+
+def check_kind(partition: str) -> None:
+    """Raise BadInput for what is no kind of partition."""
+    if partition not in ("none", "fixed"):
+        raise BadInput(f'partition must be "none" or "fixed", not {partition!r}')
+
+
+def check_partition(source: Source, workers: int, ordered: bool) -> None:
+    """Raise BadInput where workers cannot each keep one part of the source's rows."""
+    todo = 'leave partition out, or give partition="none"'
+    if ordered:
+        raise BadInput(f"partition=fixed says which rows a worker has, and so does the task's order: {todo}")
+    if not isinstance(source, Indexed):
+        kind = "a stream has no row numbers" if isinstance(source, Unsized) else "a DataLoader's sampler names them"
+        raise BadInput(f"partition=fixed deals rows by their numbers, and {kind}: give a dataset or tensors, or {todo}")
+    if source.rows < workers:
+        raise BadInput(
+            f"partition=fixed gives each worker a part of the rows, and there are {source.rows} for {workers} workers: use fewer workers, or {todo}"
+        )
 
 
 def check_shard(rank: int, size: int, batch_size: int) -> None:

@@ -3,8 +3,8 @@ once.
 
 Each global batch has `parts` slices; part p of all batches is a queue. A replica (one worker, or the workers that hold
 a model together) takes its own queue from the front; when that is empty, it takes from the back of the queue that has
-most left, so that at an epoch's end nobody waits for rows of a straggler that nobody has begun. Pure: no clock, no
-thread.
+most left, so that at an epoch's end nobody waits for rows of a straggler that nobody has begun; unless its part of the
+rows is fixed, where it waits for the others. Pure: no clock, no thread.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Segment:
     size: int = 0  # replicas; 0: as many as parts
     left: list[list[int]] | None = None  # by part, [front, back) of what is not handed out yet; None: all
     rank0_warmup_ticks: int = 0  # so many leases replica 0 gets before the others get their first
+    fixed: bool = False  # each replica gets slices of its own queues alone
 
     def __post_init__(self) -> None:
         assert 0 <= self.first <= self.until, f"expected 0 <= first <= until, got {self}"
@@ -188,6 +189,7 @@ class Leases:
         assert self._segment is not None
         warmup = self._segment.rank0_warmup_ticks
         over = self._requested > warmup or bool(self._reason) or self._handed == self._segment.slices
+        over = over or (self._segment.fixed and not self._own(0))
         return replica != 0 and warmup > 0 and not over
 
     def _release(self) -> None:
@@ -204,16 +206,23 @@ class Leases:
             if self._lost:
                 return None
             return End(reason=self._reason, left=[list(queue) for queue in self._queues], partial=[*self.partial])
+        elif self._segment.fixed and not self._own(request.replica):
+            return None  # until the others have theirs
         else:
             lease = self._new(request.replica)
         if request.holder is not None:
             self._held[request.holder].append((request.push, lease))
         return lease
 
+    def _own(self, replica: int) -> list[int]:
+        """Its queues in which something is left."""
+        assert self._segment is not None
+        parts = range(replica, self._segment.parts, self._segment.size or self._segment.parts)
+        return [part for part in parts if _length(self._queues[part])]
+
     def _new(self, replica: int) -> Lease:
         assert self._segment is not None
-        everyone = range(replica, self._segment.parts, self._segment.size or self._segment.parts)
-        if own := [part for part in everyone if _length(self._queues[part])]:
+        if own := self._own(replica):
             part = min(own, key=lambda p: self._queues[p][0])  # the furthest behind first
             self._queues[part][0] += 1
             index = self._queues[part][0] - 1

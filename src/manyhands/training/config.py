@@ -11,6 +11,7 @@ from torch import nn
 
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.dataframe_rows import DistributedFrame
+from manyhands.data.feed import check_kind, check_partition
 from manyhands.data.open_source import is_function, open_source
 from manyhands.data.source import Unsized
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
@@ -37,6 +38,7 @@ class TrainConfig:
     workers: int | None
     directory: AnyPath | None
     survive: Survive | None = None
+    partition: str = "none"
 
     @property
     def count(self) -> int:
@@ -66,6 +68,7 @@ class TrainConfig:
         check_count("servers", servers)
         if nonfinite not in ("raise", "skip"):
             raise BadInput(f'nonfinite must be "raise" or "skip", not {nonfinite!r}')
+        check_kind(self.partition)
         check_seconds("timeout_s", timeout_s)
         if max_seconds is not None and not (is_number(max_seconds) and 0 < max_seconds < math.inf):
             raise BadInput(f"max_seconds must be a positive number of seconds, not {max_seconds!r}")
@@ -105,6 +108,11 @@ class TrainConfig:
                     f"max_workers={survive.max_workers}: leave it out"
                 )
             return  # all workers stay
+        if self.partition == "fixed":
+            raise Unsupported(
+                "survive: with partition=fixed each worker has rows of its own, and nobody else would train those of one that is lost: leave "
+                "partition out, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
+            )
         if why := strategy.fixed_members():
             raise Unsupported(
                 f"survive: strategy {strategy.name} cannot go on without a worker that is lost, because {why}: use "
@@ -165,6 +173,8 @@ class TrainConfig:
                 source = open_source(data, collate=self.task.collate, loader_processes=self.task.loader_processes)
                 if data is self.task.train_data:
                     own, stream = source.batch_size, isinstance(source, Unsized)
+                    if self.partition == "fixed":
+                        check_partition(source, self.count, self.task.order is not None)
         return global_batch(self.task, self.count, own), stream
 
 

@@ -196,6 +196,7 @@ class AsyncEpochs:
             size=worker.mesh.rows[1],
             left=position.left,
             rank0_warmup_ticks=rank0_warmup_ticks,
+            fixed=plan.partition == "fixed",
         )
 
     def _done(self) -> int:

@@ -177,6 +177,7 @@ class Loop:
             seed=task.seed,
             shuffle=train and task.shuffle,
             order=task.order if train else None,
+            partition=self.plan.partition if train else "none",
             device=worker.device,
             threads=not worker.shares_process,
             keeps=train and worker.elastic and self.plan.strategy.leasing() is None,

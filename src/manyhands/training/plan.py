@@ -33,6 +33,7 @@ class WorkerPlan:
     check_replicas_every: int | None = None
     keep: BestModelPolicy = KEEP_LAST
     nonfinite: str = "raise"
+    partition: str = "none"
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None

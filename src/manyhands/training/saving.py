@@ -193,7 +193,8 @@ class Saver:
         return state, position
 
     def _check(self, saved: Checkpoint) -> None:
-        was, now = saved.values(0)["position"]["fingerprint"], self._fingerprint()
+        was = {"partition": "none"} | saved.values(0)["position"]["fingerprint"]  # an earlier version's knew no other
+        now = self._fingerprint()
         if was != now:
             differing = ", ".join(
                 f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)
@@ -209,8 +210,9 @@ class Saver:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to mean the same."""
-        task = self.plan.task
+        task, workers = self.plan.task, self.worker.mesh.rows[1]
         return {
+            "partition": f"fixed for {workers} workers" if self.plan.partition == "fixed" else "none",
             "strategy": self.plan.strategy.name,
             "seed": task.seed,
             "rows": self.feed.rows,

@@ -64,6 +64,7 @@ def train(
     check_replicas_every: int | None = None,
     keep: str = "last",
     nonfinite: str = "raise",
+    partition: str = "none",
     max_seconds: float | None = None,
     timeout_s: float = 300.0,
     survive: str | Survive | None = None,
@@ -89,6 +90,8 @@ def train(
         strategy keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
     keep: "last", or "best:METRIC" (see `training.best_model.BestModelPolicy`).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
+    partition: "none": each global batch is dealt anew to all workers. "fixed": each worker keeps its part of the rows, a block
+        of neighbours, and draws its order there; at their own pace too, where nobody then takes another's rows.
     max_seconds: stop all workers at the same step after so long.
     timeout_s: a worker without any progress for so long ends the run, or counts as lost where it survives that.
     survive: which losses of workers the run survives: "max_losses=3", or a Survive. Without it a lost worker ends it.
@@ -107,6 +110,7 @@ def train(
         workers=workers,
         directory=None if run_dir is None else path_of(run_dir),
         survive=Survive.of(survive),
+        partition=partition,
     )
     if config.strategy.server() is None and servers != 1:
         LOG.warning("servers=%s has no effect: strategy %s has no parameter server", servers, config.strategy.name)
@@ -122,6 +126,7 @@ def train(
         check_replicas_every=checks_of(check_replicas_every, config.strategy),
         keep=keep_of(keep, config.task),
         nonfinite=nonfinite,
+        partition=partition,
         max_seconds=max_seconds,
         checkpoints=config.directory / CHECKPOINTS if config.directory else None,
     )
@@ -154,6 +159,7 @@ def train(
                 "checkpoint_every": checkpoint_every,
                 "keep": keep,
                 "nonfinite": nonfinite,
+                "partition": partition,
             }
             chosen = (_Noting(partial(run_directory.note, config.directory, settings, task_fields)), *chosen)
         plan = replace(plan, claim=opened.claim, every_rank_returns=config.spmd, finished=opened.finished is not None)

@@ -45,6 +45,16 @@ def test_an_object_is_called_by_its_spec_and_keeps_being_itself() -> None:
     assert (entry.variant.strategy, entry.variant.name) == ("local-sgd:period=3", "local-sgd:period=3 on 2")
 
 
+def test_each_strategy_runs_with_each_partition() -> None:
+    entries = entries_of(["allreduce", "downpour"], [2], CORES, ["none", "fixed"])[2:]
+    assert [(entry.variant.name, entry.variant.partition) for entry in entries] == [
+        ("allreduce on 2", "none"),
+        ("allreduce on 2, fixed partition", "fixed"),
+        ("downpour on 2", "none"),
+        ("downpour on 2, fixed partition", "fixed"),
+    ]
+
+
 def test_threads_share_the_cores_unless_they_are_given() -> None:
     threads = [entry.variant.threads for entry in entries_of(["allreduce"], [2, 3, 8], CORES)]
     assert threads == [1, 4, 2, 1, 1]

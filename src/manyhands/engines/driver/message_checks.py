@@ -123,7 +123,8 @@ def _names(value: Any) -> list[str]:
 def _segment(value: Any) -> dict[str, Any]:
     _expect(isinstance(value, dict) and {"epoch", "first", "until", "parts"} <= value.keys(), "a segment")
     for name, part in value.items():
-        _expect(name == "left" or is_whole(part, 0), f"a number of at least 0 as {name}")
+        right = isinstance(part, bool) if name == "fixed" else name == "left" or is_whole(part, 0)
+        _expect(right, f"{'true or false' if name == 'fixed' else 'a number of at least 0'} as {name}")
     _expect(value["parts"] <= _MOST_PARTS, f"at most {_MOST_PARTS} parts")
     return vars(Segment(**value))
 

@@ -12,6 +12,7 @@ import torch
 
 from manyhands import engines, spec
 from manyhands.callbacks.base import Callback
+from manyhands.data.feed import check_kind
 from manyhands.engines.base import Engine, check_count
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
@@ -43,6 +44,7 @@ def compare(
     target: Target | str | None = None,
     engine: Engine | str = "auto",
     servers: int = 1,
+    partitions: Iterable[str] = ("none",),
     device: str = "auto",
     threads_per_worker: int | None = None,
     time_margin: float = 0.05,
@@ -63,6 +65,7 @@ def compare(
     task, task_fields, servers, device, timeout_s: as `train` takes them.
     strategies: which, besides solo; one that is given twice is two variants, which ought not to differ.
     workers: each strategy runs on each of these numbers above 1, and on 1 only where no other is given.
+    partitions: each strategy runs with each of them, see `train`: "none", "fixed".
     repeats: with fewer than 3 nothing is called different.
     target: a metric's value whose time is measured, "test_accuracy=0.97", "test_loss<=1.8"; it is then the metric to
         judge by, else test_accuracy, test_loss or what the task has.
@@ -102,7 +105,9 @@ def compare(
     )
     on_gpu = device != "cpu" and not place.capabilities.simulated and torch.cuda.is_available()
     threads = threads_of(place, on_gpu, usable_cores(), threads_per_worker)
-    entries = _possible(entries_of(strategies, counts, threads), setting, place, strategies is DEFAULT, say)
+    entries = _possible(
+        entries_of(strategies, counts, threads, _partitions(partitions)), setting, place, strategies is DEFAULT, say
+    )
     with ExitStack() as stack:
         if isinstance(place, Local) and (isinstance(engine, str) or not place.apart):
             place = stack.enter_context(
@@ -170,6 +175,15 @@ def _checked(
         if not (margin >= 0 and math.isfinite(margin)):
             raise BadInput(f"{name} must be a share of at least 0, such as 0.05, not {margin!r}")
     return counts
+
+
+def _partitions(given: Iterable[str]) -> list[str]:
+    kinds = [given] if isinstance(given, str) else list(dict.fromkeys(given))
+    if not kinds:
+        raise BadInput('partitions must be at least one of "none" and "fixed"')
+    for kind in kinds:
+        check_kind(kind)
+    return kinds
 
 
 def _possible(

@@ -25,7 +25,10 @@ class Variant:
     threads: int
     """Of each worker."""
     name: str
-    """Unique among the variants: `solo, 2 threads`, `local-sgd:period=8 on 4`; a repeated spec ends in `(2)`."""
+    """Unique among the variants: `solo, 2 threads`, `local-sgd:period=8 on 4`, `downpour on 4, fixed partition`; a repeated
+    spec ends in `(2)`."""
+    partition: str = "none"
+    """How rows are dealt, as `train` takes it."""
 
     @property
     def solo(self) -> bool:

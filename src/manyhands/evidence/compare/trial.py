@@ -69,6 +69,7 @@ class TrialSetup:
             device=self.device,
             threads_per_worker=entry.variant.threads,
             timeout_s=self.timeout_s,
+            partition=entry.variant.partition,
             callbacks=(callback, *self.callbacks),
             **options,
         )

@@ -45,8 +45,13 @@ def threads_of(engine: Engine, on_gpu: bool, cores: int, wanted: int | None) -> 
     return Threads(solo=named, each=wanted, cores=cores)
 
 
-def entries_of(strategies: Iterable[Strategy | str], workers: Sequence[int], threads: Threads) -> list[TrialEntry]:
-    """Solo, then every other strategy at each number of workers above 1 (at 1 where there is no other).
+def entries_of(
+    strategies: Iterable[Strategy | str],
+    workers: Sequence[int],
+    threads: Threads,
+    partitions: Sequence[str] = ("none",),
+) -> list[TrialEntry]:
+    """Solo, then every other strategy at each number of workers above 1 (at 1 where there is no other), with each partition.
 
     A strategy that is given twice is two variants.
     """
@@ -56,16 +61,17 @@ def entries_of(strategies: Iterable[Strategy | str], workers: Sequence[int], thr
     for given in strategies:
         strategy = strategy_of(given)
         spec = given.strip() if isinstance(given, str) else spec_of(strategy)
-        for count in counts if strategy.name != Solo.name else []:
-            name = f"{spec} on {count}"
+        for count, partition in itertools.product(counts, partitions) if strategy.name != Solo.name else []:
+            name = f"{spec} on {count}" + ("" if partition == "none" else f", {partition} partition")
             names[name] += 1
             name += "" if names[name] == 1 else f" ({names[name]})"
-            entries.append(_entry(spec, strategy, count, threads.of(count), name))
+            entries.append(_entry(spec, strategy, count, threads.of(count), name, partition))
     return entries
 
 
-def _entry(spec: str, strategy: Strategy, workers: int, threads: int, name: str) -> TrialEntry:
-    return TrialEntry(variant=Variant(strategy=spec, workers=workers, threads=threads, name=name), strategy=strategy)
+def _entry(spec: str, strategy: Strategy, workers: int, threads: int, name: str, partition: str = "none") -> TrialEntry:
+    variant = Variant(strategy=spec, workers=workers, threads=threads, name=name, partition=partition)
+    return TrialEntry(variant=variant, strategy=strategy)
 
 
 def refusals(entries: Iterable[TrialEntry], setting: TrialSetup, engine: Engine) -> dict[str, str]:
@@ -75,7 +81,12 @@ def refusals(entries: Iterable[TrialEntry], setting: TrialSetup, engine: Engine)
         try:
             workers = entry.variant.workers
             asked = TrainConfig(
-                task=setting.task, strategy=entry.strategy, engine=engine, workers=workers, directory=None
+                task=setting.task,
+                strategy=entry.strategy,
+                engine=engine,
+                workers=workers,
+                directory=None,
+                partition=entry.variant.partition,
             )
             timeout_s = setting.timeout_s
             asked.check(servers=setting.servers, nonfinite="raise", max_seconds=None, timeout_s=timeout_s, resume=False)

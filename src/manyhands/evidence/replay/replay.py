@@ -118,6 +118,7 @@ def replay(
         validate_every=every("validate_every", settings["validate_every"]),
         checkpoint_every=every("checkpoint_every", settings["checkpoint_every"]),
         nonfinite=settings["nonfinite"],
+        partition=settings.get("partition", "none"),
     )
     plan = replace(plan, keep=keep_of(settings["keep"], plan.task))
     sharded = make_stores(spec, workers=workers, shards=settings["servers"])
