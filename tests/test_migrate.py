@@ -141,13 +141,14 @@ def test_horovods_average_and_sum(total: bool, gradient: float) -> None:
     assert mh.launch(own_loop, total, workers=2, engine="sim") == pytest.approx([gradient] * 2)
 
 
-def test_horovods_compression_is_for_a_task_and_refused_in_a_loop_of_ones_own() -> None:
+def test_horovods_compression_is_of_a_task_and_of_a_loop_of_ones_own() -> None:
     spec = here("Horovod", "Compression.fp16")
     strategy = strategy_of(spec)
     assert isinstance(strategy, mh.AllReduce)
     assert strategy.compress == "bf16"
-    with pytest.raises(mh.Unsupported, match="does not work with mh.prepare"):
-        mh.launch(own_loop, False, workers=2, engine="sim", strategy=spec)
+    assert mh.launch(own_loop, False, workers=2, engine="sim", strategy=spec) == pytest.approx(
+        [3.0] * 2
+    )  # 1.5 and 4.5 are in bf16
 
 
 # -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------

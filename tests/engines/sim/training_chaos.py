@@ -32,6 +32,7 @@ BATCH, TICKS = 12, 6  # slices are equal with one to four workers
 ROWS = BATCH * TICKS
 MOST = 4
 BOUND_S = 120.0  # of virtual time: more than all that is planned, and all that is waited for
+ENDLESS_S = 5000.0  # more than all time limits together: a world that goes on until then never ends
 LATE = (0.0, 0.0, 0.001, 0.02, 0.2)
 TOGETHER = ("allreduce",)
 ROUNDS = ("local-sgd:period=2", "local-sgd:period=4", "diloco:period=3,outer_rate=1,outer_momentum=0")
@@ -208,7 +209,12 @@ class LateSimulation(ElasticSimulation):
         under_way = self.under_way.setdefault((program, way), deque())
         self.last_at[program, way] = at
         under_way.append(deliver)
-        self.timeline.at(at, lambda: under_way.popleft()())
+
+        def arrive() -> None:
+            expect(self.timeline.now < ENDLESS_S, "the run does not end")
+            under_way.popleft()()
+
+        self.timeline.at(at, arrive)
 
 
 class Newest:
