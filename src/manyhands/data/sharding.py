@@ -40,8 +40,9 @@ class FixedPartition:
     """The order of an epoch in which slice p of each global batch takes its rows from part p of the data alone.
 
     The parts are blocks of neighbouring rows, of `parts` workers, the same in every epoch, and differ in length by at
-    most one row for each global batch. Called with an epoch, it gives the row numbers [rows], int64. Each epoch has each
-    row once, in batches as long as without a partition; within a part the order is drawn anew if `shuffle` says so.
+    most one row for each global batch. Called with an epoch, it gives the row numbers [rows], int64. Each epoch has
+    each row once, in batches as long as without a partition; within a part the order is drawn anew if `shuffle` says
+    so.
     """
 
     rows: int

@@ -90,8 +90,8 @@ def train(
         strategy keeps them equal; a run whose replicas have drifted apart ends with an error that names the worker.
     keep: "last", or "best:METRIC" (see `training.best_model.BestModelPolicy`).
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
-    partition: "none": each global batch is dealt anew to all workers. "fixed": each worker keeps its part of the rows, a block
-        of neighbours, and draws its order there; at their own pace too, where nobody then takes another's rows.
+    partition: "none": each global batch is dealt anew to all workers. "fixed": each worker keeps its part of the rows,
+        a block of neighbours, and draws its order there; at their own pace too, where nobody then takes another's rows.
     max_seconds: stop all workers at the same step after so long.
     timeout_s: a worker without any progress for so long ends the run, or counts as lost where it survives that.
     survive: which losses of workers the run survives: "max_losses=3", or a Survive. Without it a lost worker ends it.
