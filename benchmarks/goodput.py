@@ -25,8 +25,8 @@ with a warm fork server, and at once: what an operator or a supervisor would add
 
 **simulated.** A thousand workers on engine `sim` with `survive`, at three published rates of failures a host and day,
 for half a day of virtual time. A step takes five minutes: few steps, and each loss is dear, so that there is something
-to see; the formula holds while losses are rare against steps. A loss is noticed after 10 s, and another host is there 10 minutes later. Productive is a worker's part of a
-step that counts; a replacement that waits for the next step is away. `in general` is the formula before a run, with
+to see; the formula holds while losses are rare against steps. A loss is noticed after 10 s, and another host is there
+10 minutes later. Productive is a worker's part of a step that counts; a replacement that waits for the next step is away. `in general` is the formula before a run, with
 the rate instead of the kills that happened.
 
     Llama 3     419 unexpected interruptions in 54 days on 2,048 hosts (16,384 GPUs): The Llama 3 Herd of Models, 2024

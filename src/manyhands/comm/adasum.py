@@ -19,8 +19,8 @@ def adasum_(group: Group, vector: Tensor, parts: Sequence[tuple[int, int]]) -> N
 
     and of more that of the sums of both halves, so that `group.size` must be a power of two. The result has the same
     bits on every rank. A part that is zero on a rank leaves the others' as it is. Each rank sends 2n (1 - 1/size)
-    numbers, and three for each part and level: at each level it keeps half of what it has, and sends its partner the
-    other half (recursive vector halving). Products are taken in float64.
+    numbers: at each level it keeps half of what it has, and sends its partner the other half (recursive vector
+    halving). Besides, at level k it sends three products of each part k times. Products are taken in float64.
 
     Source: Scaling Distributed Training with Adaptive Summation, Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli
     Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya Ekanayake, Emad Barsoum, 2021.
