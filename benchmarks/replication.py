@@ -5,7 +5,8 @@
 
 All runs are launches of engine `local` with one shard; with a backup means `survive="copies=2"`, without `copies=1`.
 
-**push.** One worker pushes an update of --size and pulls the center, --pushes times in a launch. Launches with and without a
+**push.** One worker pushes an update of --size and pulls the center twice, --pushes times in a launch: at the first pull the
+backup still takes up the push, at the second nobody does anything else. Launches with and without a
 backup alternate, over shared memory (`memory`, as on one host) and with all bytes through the sockets (`socket`, as
 between hosts: the primary forwards the update). The table has the median over launches of each launch's median, and the median of
 the ratios of neighbouring launches.
@@ -38,6 +39,7 @@ from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
 SPEC = ServerSpec(rule="add")
+NAMES = ("push", "pull after it", "pull")
 GOALS = {"memory": 1.8, "socket": 2.6, "pull": 1.1}
 GOAL_S = 0.5
 EVERY_S = 1.2
@@ -50,7 +52,7 @@ def through_sockets(server: Any) -> None:
 
 
 def timed(worker: Worker, elements: int, pushes: int, path: str) -> dict[str, list[float]]:
-    """Seconds of each push and pull, without the first tenth."""
+    """Seconds of each push, of the pull right after it, and of another one, without the first tenth."""
     server = worker.server
     assert server is not None
     if path == "socket":
@@ -58,9 +60,10 @@ def timed(worker: Worker, elements: int, pushes: int, path: str) -> dict[str, li
     center, update = torch.zeros(elements), torch.full((elements,), 1e-3)
     server.initialize(center)
     server.activate()
-    took: dict[str, list[float]] = {"push": [], "pull": []}
+    pushing, pulling = partial(server.push, update), partial(server.pull, center)
+    took: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(pushes):
-        for name, act in (("push", partial(server.push, update)), ("pull", partial(server.pull, center))):
+        for name, act in zip(NAMES, (pushing, pulling, pulling), strict=True):
             began = time.perf_counter()
             act()
             took[name].append(time.perf_counter() - began)
@@ -82,15 +85,15 @@ def push(options: argparse.Namespace, local: Local) -> dict[str, Any]:
                 for name, values in took.items():
                     medians.setdefault((path, copies, name), []).append(statistics.median(values))
     found: dict[str, Any] = {}
-    print(f"{'':8}{'':6}{'without, ms':>13}{'with, ms':>11}{'ratio':>8}{'goal':>7}")
+    print(f"{'':8}{'':14}{'without, ms':>13}{'with, ms':>11}{'ratio':>8}{'goal':>7}")
     for path in ("memory", "socket"):
-        for name in ("push", "pull"):
+        for name in NAMES:
             without, backed = medians[path, 1, name], medians[path, 2, name]
             ratio = statistics.median(b / a for a, b in zip(without, backed, strict=True))
-            goal = GOALS["pull" if name == "pull" else path]
+            goal = GOALS[path if name == "push" else "pull"]
             row = [1e3 * statistics.median(without), 1e3 * statistics.median(backed), ratio, goal]
             found[f"{path} {name}"] = dict(zip(("without_ms", "with_ms", "ratio", "goal"), row, strict=True))
-            print(f"{path:8}{name:6}{row[0]:13.3f}{row[1]:11.3f}{row[2]:8.2f}{row[3]:7.1f}")
+            print(f"{path:8}{name:14}{row[0]:13.3f}{row[1]:11.3f}{row[2]:8.2f}{row[3]:7.1f}")
     return found
 
 

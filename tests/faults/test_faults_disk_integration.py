@@ -124,10 +124,37 @@ def test_a_full_disk_at_the_end_or_without_an_older_checkpoint_is_an_error(
     assert [(row["tick"], row["rows"]) for row in run.history] == list(enumerate(GLOBAL_ROWS))
 
 
+class MarksFullDisk:
+    """A task's model function: a worker that finds its disk full makes this file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self) -> nn.Module:
+        worker = mh.worker()
+        if worker is not None and worker.elastic:
+            synced = checkpoints.synced
+
+            @contextmanager
+            def marking(path: Path) -> Iterator[io.BufferedWriter]:
+                try:
+                    with synced(path) as file:
+                        yield file
+                except OSError:
+                    self.mark.touch()
+                    raise
+
+            checkpoints.synced = marking
+        return plain.mlp()
+
+
 @slow
 def test_a_full_disk_and_a_lost_worker(trial: Trial, one_worker: Run) -> None:
-    faults = ["disk=1@step:6", "kill=1@step:7:exchange"]
-    run = trial.train(faults=",".join(faults), run_dir=trial.run_dir)
+    """It is lost in the step after that, once it has found its disk full."""
+    faults, mark = ["disk=1@step:6", "kill=1@step:7:exchange"], trial.folder / "mark"
+    loss: Any = Patient(until=lambda _: mark.exists(), call=7)
+    of = task(model=MarksFullDisk(mark), loss=loss)
+    run = trial.train(faults=",".join(faults), of=of, run_dir=trial.run_dir)
     fired(run, *faults)
     equal(run, one_worker)
     assert ticks(trial.run_dir) == [3, 9]

@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.engines.driver.membership import (
     ACCUSED_S,
+    STALLED_GENERATIONS,
     Action,
     FailRun,
     Form,
@@ -659,6 +660,59 @@ def test_accusations_of_the_dead_and_of_strangers_are_dropped() -> None:
     membership.accused(3, 1, 1.0)
     membership.accused(1, 1, 1.0)
     assert do(membership) == []
+
+
+# -- rule 9: a group that breaks without a loss -----------------------------------------------------------------------
+
+
+def break_without_a_loss(membership: Membership, now: float) -> list[Action]:
+    """All members ask for a place in the next generation, though nobody was lost."""
+    request(membership, *membership.members, generation=membership.generation, now=now)
+    return do(membership, now)
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_rule_9_a_group_that_breaks_without_a_loss_and_without_a_step_ends_the_run(
+    restarts: int, steps_first: bool
+) -> None:
+    membership = running(max_restarts=restarts)
+    now = 20.0
+    if steps_first:
+        assert isinstance(break_without_a_loss(membership, now)[0], Form)
+        membership.stepped(2, now, 2)
+    for number in range(STALLED_GENERATIONS):
+        now += 20.0
+        assert break_without_a_loss(membership, now) == [Form(1 + steps_first + number, (0, 1, 2, 3))]
+        membership.stepped(0, now, 1)  # the step that it had, once more
+    end, *others = break_without_a_loss(membership, now + 20.0)
+    assert others == []
+    assert isinstance(end, RestartRun if restarts else FailRun)
+    for words in ("4 workers formed a group 3 times in 60 s", "no step", "nobody was lost"):
+        assert words in end.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("befalls", ["step", "loss", "joiner"])
+def test_rule_9_counts_anew_after_a_step_and_with_other_members(befalls: str) -> None:
+    membership = running(replace=False, max_workers=5)
+    for now in (20.0, 40.0, 60.0):
+        assert isinstance(break_without_a_loss(membership, now)[0], Form)
+    match befalls:
+        case "step":
+            membership.stepped(0, 60.0, 2)
+        case "loss":
+            membership.lost(3, "death", 60.0)
+        case "joiner":
+            membership.host_joined("gamma", 1, 60.0)
+            assert do(membership, 60.0) == [StartWorker(4, "gamma")]
+            membership.requested(4, -1, True, 60.0)
+    assert isinstance(break_without_a_loss(membership, 80.0)[-1], Form)
+
+
+def test_rule_9_many_breaks_within_timeout_s_end_nothing() -> None:
+    membership = running()
+    for number in range(29):
+        assert isinstance(break_without_a_loss(membership, 20.0 + number)[0], Form)
 
 
 # -- rule 5: the end ---------------------------------------------------------------------------------------------------

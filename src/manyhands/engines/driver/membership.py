@@ -17,6 +17,8 @@ What happened goes in with its time; `decide(now)` gives what is to be done, eac
    `ACCUSED_S`, the most accused of the two leaves, on a tie the higher worker id.
 7. An exception is a loss; the same type at the same line from a second worker is the program's own error, and fatal.
 8. A worker that is lost `EARLY_LOSSES` times before its first step is not started again.
+9. A run ends where `STALLED_GENERATIONS` generations of the same members in a row, over more than timeout_s, have made
+   no step: what breaks them is nobody's loss.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ RECONNECT_S = 15.0
 """So long members of a new generation try to connect: a pair that fails twice is to be parted within `ACCUSED_S`."""
 EARLY_LOSSES = 3
 """A worker lost so often in a row before its first step is not started again."""
+STALLED_GENERATIONS = 3
+"""After so many generations of the same members without a step, and timeout_s, no other is formed of them."""
 MOST_COOLDOWNS = 64
 """The longest time before a lost host may join again, in `cooldown_s`."""
 
@@ -130,7 +134,7 @@ class Report:
 Action = Form | Interrupt | StartWorker | StopWorker | Release | RestartRun | FailRun | Report
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """A worker id and its newest process. live: it takes part, or may; lost, left: and may still run, until gone."""
 
@@ -175,6 +179,8 @@ class Membership:
         self._room = dict.fromkeys(workers.values(), 0)  # of hosts that are there: how many more may be started
         self._host_losses: dict[str, int] = {}
         self._cooling: dict[str, tuple[float, int]] = {}  # until when a lost host may not join, and how many it offers
+        self._formed: list[_Worker] = []  # the newest generation
+        self._stalled, self._stalled_since = 0, now  # so many generations of the same members, in which nobody made a step
         self._blank_so_far = True  # all generations were formed of blank workers only, and nobody made a step
         self._interrupts = False  # members would go on by themselves: interrupt those that do not wait
         self._interrupted: set[int] = set()
@@ -351,6 +357,8 @@ class Membership:
             return
         self._blank_so_far = False
         worker.stepped, worker.early_losses = True, 0
+        if step is None or step > worker.step:
+            self._stalled = 0
         worker.step = worker.step if step is None else step
         self._arrived(worker, "" if step is None else f" from step {step}")
 
@@ -465,8 +473,13 @@ class Membership:
         if self.phase == "running" or self._missing() or self._unfenced():
             return
         waiting = self._waiting()
+        if not self._stalled or waiting != self._formed:
+            self._stalled, self._stalled_since = 0, now
         if not self._may_form_of(waiting):
             self._end("no worker is left that has the model's state")
+        elif self._stalled >= STALLED_GENERATIONS and now - self._stalled_since > self.timeout_s:
+            within = f"{self._stalled} times in {short(now - self._stalled_since)} s"
+            self._end(f"{count(len(waiting), 'worker')} formed a group {within} and made no step, and nobody was lost")
         elif len(waiting) < self.rules.min_workers:
             if self.phase != "waiting":
                 self.phase, self._since = "waiting", now
@@ -477,6 +490,7 @@ class Membership:
             self._blank_so_far &= all(worker.blank for worker in waiting)
             self.generation, self._next_generation = self._next_generation, self._next_generation + 1
             self.phase, self._since = "running", now
+            self._formed, self._stalled = waiting, self._stalled + 1
             self._members = {worker.worker_id for worker in waiting}
             self._interrupts, self._interrupted = False, set()
             for worker in waiting:
