@@ -180,7 +180,10 @@ class Membership:
         self._host_losses: dict[str, int] = {}
         self._cooling: dict[str, tuple[float, int]] = {}  # until when a lost host may not join, and how many it offers
         self._formed: list[_Worker] = []  # the newest generation
-        self._stalled, self._stalled_since = 0, now  # so many generations of the same members, in which nobody made a step
+        self._stalled, self._stalled_since = (
+            0,
+            now,
+        )  # so many generations of the same members, in which nobody made a step
         self._blank_so_far = True  # all generations were formed of blank workers only, and nobody made a step
         self._interrupts = False  # members would go on by themselves: interrupt those that do not wait
         self._interrupted: set[int] = set()
