@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,12 +17,37 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.replica.replica import Replica
+from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
+T = TypeVar("T")
 CODECS = ["topk:0.2", "onebit", "threshold:0.01", "powersgd:2", "qsgd:4", "bf16", "int8"]
-STRATEGIES = ["allreduce:overlap=true", "allreduce:combine=adasum", *(f"allreduce:compress={c}" for c in CODECS)]
+IN_STEP = [
+    "allreduce:overlap=true",
+    "allreduce:combine=adasum",
+    *(f"allreduce:compress={c}" for c in CODECS),
+    "local-sgd:period=3",
+    "gossip",
+    "diloco:period=2",
+    "diloco:period=4,streaming=2,overlap=1",
+    "easgd:via=group,period=2",
+    "eamsgd:via=group,period=2",
+]
+AT_A_SERVER = [
+    "quorum",
+    "downpour:bound=0",
+    "downpour:bound=0,push_every=2,pull_every=3",
+    "downpour:bound=0,rule=adagrad",
+    "agn:bound=0,window=2",
+    "dynsgd:bound=0,window=3",
+    "distance:bound=0,window=2",
+    "easgd:bound=0,period=2",
+    "eamsgd:bound=0,period=2",
+    "diloco:via=server,bound=0,period=2",
+]
+AT_OWN_PACE = ["downpour", "agn:window=2", "easgd:period=2", "eamsgd:period=2", "diloco:via=server,period=2"]
 
 
 def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | None = None) -> Any:
@@ -30,31 +56,55 @@ def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | No
 
 
 def train_with_loss(worker: Worker, strategy: str, epochs: int = 3) -> Tensor:
-    """The parameters after the loss was computed where `mh.train` computes it."""
-    chosen = strategy_of(strategy)
+    """The answer after the loss was computed where `mh.train` computes it."""
+    chosen, server = strategy_of(strategy), worker.server
     chosen.check_workers(worker.size)
     replica = Replica.of(seeded(), plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
     state = plain.started(chosen, replica, worker)
     for _ in range(epochs):
+        if server is not None:
+            server.activate()
+            worker.group.barrier()
         for x, y in loader_of():
             start, stop = slice_of(len(x), worker.rank, worker.size)
             replica.begin_tick()
             chosen.before_backward(replica, worker, state)
             replica.backward((x[start:stop], y[start:stop]) if start < stop else None)
             chosen.exchange(replica, worker, state)
+            if server is not None:
+                worker.tick(0)
             replica.tick += 1
         chosen.finish(replica, worker, state)
-    return plain.flat(replica.model)
+        if server is not None:
+            server.deactivate()
+        answer = chosen.consensus(replica, worker, state)
+    return torch.cat([view.reshape(-1) for view in replica.named(answer).values()]).clone()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1) -> list[T]:
+    """`together`, with the server that the strategy needs."""
+    spec = strategy_of(strategy).server()
+    clients = [] if spec is None else InProcessServers(spec, workers=size, shards=shards, timeout_s=20.0).clients
+    return together(size, program, clients)
+
+
+@pytest.mark.parametrize("strategy", [*IN_STEP, *AT_A_SERVER, "solo"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_prepared_loop_is_mh_train(strategy: str, size: int) -> None:
     """39 rows in batches of 12, the last of 3: one worker of four has none of it."""
-    expected = together(size, lambda worker: train_with_loss(worker, strategy))
-    got = together(size, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
+    if strategy == "solo":
+        size = 1
+    expected = on(size, strategy, lambda worker: train_with_loss(worker, strategy))
+    got = on(size, strategy, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
     for one in got:
         assert (one - expected[0]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("strategy", AT_OWN_PACE)
+def test_at_their_own_pace_one_worker_is_mh_train(strategy: str) -> None:
+    (expected,) = on(1, strategy, lambda worker: train_with_loss(worker, strategy))
+    (got,) = on(1, strategy, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
+    assert (got - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,14 @@ Engine = Annotated[
     str, _run("--engine", help="Where they run: see `manyhands engines`.", autocompletion=completing("engines"))
 ]
 Servers = Annotated[int, _run("--servers", help="Shards of the parameter server, where a strategy has one.", min=1)]
+ScriptServers = Annotated[
+    int | None,
+    _run(
+        "--servers",
+        help="Shards of the parameter server. Given, there is one whatever the strategy: mh.worker().server.",
+        min=1,
+    ),
+]
 Device = Annotated[str, _run("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, _run("--threads-per-worker", help="Default: usable cores / workers.", min=1)]
 Timeout = Annotated[float, _run("--timeout", help="Seconds without progress that end a run.")]

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from manyhands.comm.group import Group
+from manyhands.engines.base import Engine
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import fingerprint
 from manyhands.replica.executor import strangers
 from manyhands.replica.replica import Replica
+from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import named
 from manyhands.worker import Worker
@@ -29,7 +31,7 @@ def root_of(model: Any) -> nn.Module:
     )
 
 
-def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy, workers: int) -> None:
+def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy, worker: Worker) -> None:
     """BadInput for what is no model or optimizer; Unsupported for a strategy that `prepare` cannot run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(
@@ -47,19 +49,45 @@ def check_arguments(model: nn.Module, optimizer: Any, strategy: Strategy, worker
             f"the optimizer holds {found}: prepare all modules together, mh.prepare([first, second], optimizer) say"
         )
 
-    check_strategy(strategy, workers)
+    check_strategy(strategy, worker)
 
 
-def check_strategy(strategy: Strategy, workers: int) -> None:
-    """Unsupported for a strategy that a loop of the user's own cannot run, or not on so many workers."""
+def check_launch(strategy: Strategy, engine: Engine, workers: int, servers: int) -> None:
+    """BadInput or Unsupported, before anything starts, for a strategy that cannot run on this engine."""
     strategy.check_workers(workers)
-    instead = "use mh.train, or a strategy that exchanges through the group: allreduce, local-sgd, gossip, ensemble"
-    if strategy.server() is not None or strategy.leasing() is not None:
-        wants = "a parameter server" if strategy.server() is not None else "workers that go at their own pace"
-        raise Unsupported(f"strategy {strategy.name} needs {wants}, which a loop of your own cannot have: {instead}")
-    if strategy.needs.before_gradient:
+    spec = strategy.server()
+    if spec is not None and spec.one_shard and servers > 1:
         raise Unsupported(
-            f"strategy {strategy.name} acts before each gradient is computed, which a loop of your own does not announce: {instead}"
+            f"strategy {strategy.name} needs a server with one shard, and servers={servers}: leave servers out, or give servers=1"
+        )
+    if (spec is not None or strategy.leasing() is not None) and not engine.capabilities.serves:
+        wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
+        raise Unsupported(
+            f"strategy {strategy.name} {wants}, and engine {engine.name} does not support that: use engine local or hosts, outside of "
+            "manyhands run and torchrun"
+        )
+    if strategy.needs.one_host and not engine.on_one_host(workers):
+        raise Unsupported(
+            f"strategy {strategy.name} shares memory between the workers, so all of them must be on one machine: use engine local"
+        )
+
+
+def check_strategy(strategy: Strategy, worker: Worker) -> None:
+    """BadInput for a strategy that cannot run on so many workers, Unsupported for one whose server was not started."""
+    strategy.check_workers(worker.size)
+    wanted = strategy.server()
+    if wanted is None:
+        return
+    option = spec_of(strategy)
+    if worker.server is None:
+        raise Unsupported(
+            f"strategy {strategy.name} needs a parameter server, which is started with the workers: give the strategy to "
+            f"`manyhands run --strategy {option} SCRIPT`, or to mh.launch(function, strategy={option!r})"
+        )
+    if worker.server.spec != wanted:
+        raise BadInput(
+            f"these workers were started with the server of another strategy (rule {worker.server.spec.rule}, bound {worker.server.spec.bound}): "
+            f"give {option} to `manyhands run --strategy` or mh.launch(strategy=...), and none to mh.prepare"
         )
 
 

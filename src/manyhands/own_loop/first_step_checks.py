@@ -75,9 +75,10 @@ class FirstSteps:
     zeros.
     """
 
-    def __init__(self, session: FirstLosses) -> None:
+    def __init__(self, session: FirstLosses, *, compares: bool = True) -> None:
+        """compares: else nothing is done: workers that go at their own pace exchange through no group."""
         self._session = session
-        self.left = STEPS if session.worker.size > 1 else 0  # steps that are still looked at, the same on all ranks
+        self.left = STEPS if session.worker.size > 1 and compares else 0  # still looked at, the same on all ranks
         self._own: int | None = None  # checksum of this step's own gradients
 
     def collected(self, gradients: Tensor, weight_known: bool) -> None:

@@ -25,12 +25,14 @@ from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsu
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
+    from manyhands.server.base import ServerSpec
     from manyhands.strategies.base import Strategy
     from manyhands.worker import Worker
 
 T = TypeVar("T")
 
 VARIABLE = "MANYHANDS_STRATEGY"
+_SERVERLESS = "allreduce"
 
 _chosen: Strategy | None = None
 
@@ -45,6 +47,8 @@ def launch(
     *args: Any,
     workers: int | None = None,
     strategy: Strategy | str | None = None,
+    servers: int | None = None,
+    server: ServerSpec | None = None,
     engine: Engine | str = "auto",
     threads_per_worker: int | None = None,
     timeout_s: float = 300.0,
@@ -54,7 +58,9 @@ def launch(
     Where every worker makes this call itself (torchrun, a script under `manyhands run`), the list holds this rank's own
     value, and None for the others. Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`.
     Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
-    else 1; one worker runs in this process. The function, its arguments and what it returns travel by pickle, so
+    else 1; one worker runs in this process. servers: shards of the parameter server. Given, there is one also where the
+    strategy needs none, for code of your own: it is `mh.worker().server` (see `manyhands.server.base.Server`), and adds
+    up what is pushed, or does what `server` says. The function, its arguments and what it returns travel by pickle, so
     lambdas and functions of a notebook will do. `timeout_s`: a worker that trains without progress for so long counts
     as hung; the function's own code outside the loop may take as long as it likes, unless another worker waits for it.
     On engine sim all workers take turns in this process: what is global in it is everybody's.
@@ -63,6 +69,7 @@ def launch(
     """
     place = engine_of(engine)
     spec = _plan(place, workers, threads_per_worker, timeout_s)
+    spec = _with_server(spec, place, strategy, servers, server)
     if not place.capabilities.simulated:
         return place.launch(_Call(function, args, strategy, timeout_s), spec)
     from manyhands.own_loop.rank_zero import only_first_speaks
@@ -77,6 +84,7 @@ def run_script(
     *,
     workers: int | None = None,
     strategy: Strategy | str | None = None,
+    servers: int | None = None,
     engine: Engine | str = "auto",
     threads_per_worker: int | None = None,
     timeout_s: float = 300.0,
@@ -86,7 +94,7 @@ def run_script(
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. With roles the processes are
+    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With roles the processes are
     another framework's own cluster, as of `Engine.run`: those set how many there are, all of them print, and no
     strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
     checkpoints. max_restarts: so often the script is run again where a worker is lost or raises; the variable
@@ -105,6 +113,8 @@ def run_script(
     count = workers if roles is None else len(roles.members)
     observer = _Preemption()
     spec = replace(_plan(place, count, threads_per_worker, timeout_s), observer=observer)
+    if roles is None:
+        spec = _with_server(spec, place, strategy, servers, None)
     program = (str(path), tuple(args), spec.workers > 1)  # arguments of `_as_main`
     if max_restarts and spec.workers == 1:
         raise Unsupported("max_restarts needs several workers: one worker runs the script in this very process")
@@ -176,6 +186,37 @@ def _plan(engine: Engine, workers: int | None, threads_per_worker: int | None, t
     return LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s)
 
 
+def _with_server(
+    spec: LaunchSpec, engine: Engine, strategy: Strategy | str | None, servers: int | None, server: ServerSpec | None
+) -> LaunchSpec:
+    """With the server that the strategy needs, or that was asked for. BadInput or Unsupported for a strategy that cannot
+    run there, before anything starts."""
+    if servers is not None:
+        check_count("servers", servers)
+    chosen = strategy or launched_strategy()
+    if chosen is not None and chosen != _SERVERLESS:  # which needs no look, and torch is not loaded yet
+        from manyhands.own_loop.argument_checks import check_launch
+        from manyhands.strategies import strategy_of
+
+        named = strategy_of(chosen)
+        check_launch(named, engine, spec.workers, servers or 1)
+        if (needed := named.server()) is not None:
+            if server is not None:
+                raise BadInput(
+                    f"strategy {named.name} has a server of its own (rule {needed.rule}), and server={server} is another one: leave one of them out"
+                )
+            return replace(spec, server=needed, servers=servers or 1)
+    if server is None and servers is not None:
+        from manyhands.server.base import ServerSpec
+
+        server = ServerSpec(rule="add")
+    if server is None:
+        return spec
+    if not engine.capabilities.serves:
+        raise Unsupported(f"engine {engine.name} starts no parameter server: use engine local or hosts")
+    return replace(spec, server=server, servers=servers or 1)
+
+
 @dataclass(frozen=True)
 class _Call:
     """The program of a worker."""
@@ -190,11 +231,6 @@ class _Call:
         from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 
         worker.driver.progress(USER, 0)
-        if self.strategy is not None:
-            from manyhands.own_loop.argument_checks import check_strategy
-            from manyhands.strategies import strategy_of
-
-            check_strategy(strategy_of(self.strategy), worker.size)  # before the program reads any data
         if worker.shares_process:
             return self.function(*self.args)
         mute_nonzero_ranks(worker, self.timeout_s)

@@ -9,15 +9,18 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.single_process import pick_device
-from manyhands.errors import BadInput, is_number
+from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop.launch import launched_strategy
+from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
 from manyhands.own_loop.prepared_loader import check_loader, share, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
+from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import named
@@ -29,10 +32,11 @@ TIMEOUT_S = 300.0
 V = TypeVar("V", float, Tensor)
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
-Prepared = tuple[M, O, *tuple[Any, ...]]  # the loaders: DataLoaders as they were given, PreparedLoaders of others
+Prepared = tuple[M, O, *tuple[Any, ...]]  # DataLoaders and schedulers as they were given, PreparedLoaders of others
+Given = Iterable[Any] | LRScheduler
 
 
-def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy | str | None = None) -> Prepared[M, O]:
+def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None) -> Prepared[M, O]:
     """Make a plain training script one of any number of workers; alone, it stays bit for bit what it was.
 
         model, optimizer, loader = mh.prepare(model, optimizer, loader)
@@ -43,6 +47,8 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     what gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. A
     DataLoader is shared in place, but where workers share a process: it comes back itself, and its `plain` still gives
     all rows.
+
+    others: loaders of training data, and the optimizer's schedulers, in any order.
     Several pairs of model and optimizer (a GAN's) are prepared one by one; one optimizer over several modules as
     `mh.prepare([encoder, decoder], optimizer)`, which gives back the list. Prepare only loaders of training data: a
     loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
@@ -52,7 +58,10 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
     else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
     and accumulation are exact; under strategies that exchange parameters it is the worker's own. `local-sgd:period=end`
-    averages at the end of each pass over a prepared loader.
+    averages at the end of each pass over a prepared loader. A strategy with a parameter server is given to `manyhands
+    run` or `launch`, which start it. Where its workers go at their own pace (downpour, easgd, …), each gets as many
+    slices of batches as it has time for, all meet at the end of each pass, where the model holds the center, and
+    schedulers that were prepared are stepped by the rows that all have had.
 
     Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the
     first backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train
@@ -73,19 +82,33 @@ def prepare(model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy 
     workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
     strategy that needs more than a group, later for `step(closure)`, and with several workers for a GradScaler.
     """
-    return prepare_on(session(), model, optimizer, *loaders, strategy=strategy)
+    return prepare_on(session(), model, optimizer, *others, strategy=strategy)
 
 
 def prepare_on(
-    session: Session, model: M, optimizer: O, *loaders: Iterable[Any], strategy: Strategy | str | None = None
+    session: Session, model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None
 ) -> Prepared[M, O]:
     """`prepare` for the Worker of a given session."""
-    chosen = strategy_of(strategy or launched_strategy() or DEFAULT)
-    for loader in loaders:
-        check_loader(loader, session.worker.size)
-        warn_of_whole_items(loader, session.worker)
-    Pair(session, model, optimizer, chosen)
-    return model, optimizer, *(share(loader, session) for loader in loaders)
+    chosen, worker = strategy_of(strategy or launched_strategy() or DEFAULT), session.worker
+    for given in others:
+        if isinstance(given, LRScheduler):
+            check_scheduler(given, optimizer)
+            continue
+        check_loader(given, worker.size)
+        warn_of_whole_items(given, worker)
+    spec = chosen.server()
+    if spec is not None and worker.server is None and worker.size == 1:
+        (worker.server,) = InProcessServers(spec, workers=1).clients
+    pair = Pair(session, model, optimizer, chosen)
+    for given in others:
+        if isinstance(given, LRScheduler) and pair.leasing is not None:
+            session.schedules.append(OwnPaceSchedule(session))
+            session.schedules[-1].bind(given)
+    return (
+        model,
+        optimizer,
+        *(given if isinstance(given, LRScheduler) else share(given, session, pair) for given in others),
+    )
 
 
 def worker() -> Worker:
@@ -120,6 +143,11 @@ def mean(value: V, weight: float = 1.0) -> V:
     where no worker has any weight, `value` comes back. Raises BadInput for anything but numbers and tensors of numbers.
     """
     group = _worker_here().group
+    if session().pass_under_way is not None:
+        raise Unsupported(
+            "mh.mean waits for all workers, and in a pass over a prepared loader they go at their own pace, each over its own number of batches: "
+            "call it between two passes, of sums that you keep meanwhile"
+        )
     if not isinstance(value, Tensor) and not is_number(value):
         raise BadInput(f"mh.mean takes a number or a tensor, not {named(value)}")
     if group.size == 1:

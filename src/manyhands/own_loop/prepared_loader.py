@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from manyhands import rng
 from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
+from manyhands.data.leases import Lease, Segment, foreseen
 from manyhands.data.readers.datasets import RowLoader, set_epoch
 from manyhands.data.readers.loaders import (
     generators_of,
@@ -29,9 +31,10 @@ from manyhands.data.readers.loaders import (
     unshared,
 )
 from manyhands.data.sharding import slice_of
-from manyhands.data.source import COMPARED, Pick, Reading, check_digests
-from manyhands.errors import BadInput
-from manyhands.own_loop.session import Iteration, Session, in_order
+from manyhands.data.source import COMPARED, Pick, Picks, Reading, check_digests
+from manyhands.engines.driver.run_monitor import USER
+from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.session import Iteration, Pair, PassProgress, Session, in_order
 from manyhands.task import named
 from manyhands.worker import Worker
 
@@ -64,6 +67,10 @@ class PreparedLoader(Iterable[Any]):
     loader draws them. Workers whose first batches of a pass differ raise BadInput. All workers get equally many batches
     in rank 0's random order. A worker without rows gets a stand-in of two rows of the batch, of weight 0.
 
+    Under a strategy whose workers go at their own pace these slices are leased, each once: the worker that is free gets
+    the next one, so that each may get another number of batches, none of them a stand-in; `len()` counts the global
+    batches. Of what is read whole, each gets slice r of N. All meet at the end of the pass.
+
     Once exhausted, the open rounds of all models that took a step during the pass are finished, and these models hold
     the consensus, on all workers. After a `break` nothing is finished yet: the next pass does it first, or `finish()`.
     What is not named here (`dataset`, `batch_size`, `sampler`, …) is the plain loader's.
@@ -71,8 +78,10 @@ class PreparedLoader(Iterable[Any]):
 
     def __init__(self, plain: Iterable[Any], session: Session) -> None:
         self.plain, self.session = plain, session
+        self.pairs = WeakSet[Pair]()  # whose models it trains: those that it was prepared with, then as seen in a pass
         self._open: Iteration | None = None
         self._passes = 0
+        self._warmup = 0  # slices that worker 0 trains alone in the pass under way
         self._idle_told = False
         check_loader(plain, session.worker.size)
 
@@ -96,12 +105,21 @@ class PreparedLoader(Iterable[Any]):
     def __iter__(self) -> Iterator[Any]:
         """One pass. Begin it on all workers alike, and go on to the same batch; collective with several workers."""
         self.finish()
-        shares = self._shares()  # before the first batch is asked for, as a DataLoader draws its numbers
-        self.session.begin()
+        session = self.session
+        if session.pass_under_way is not None:
+            raise Unsupported(
+                "two prepared loaders are under way at once, and workers that go at their own pace can share out the rows of one: "
+                "iterate the other one as it was before prepare (its `plain`), or use a strategy in step (allreduce, local-sgd)"
+            )
+        iteration = Iteration(self.session.pairs & self.pairs)
+        shares = self._shares(iteration)  # before the first batch is asked for, as a DataLoader draws its numbers
+        session.begin()
         self._passes += 1
-        self._open = Iteration()
-        self.session.iterations.add(self._open)
-        return self._run(shares, self._open)
+        self._open = iteration
+        session.iterations.add(iteration)
+        for pair in in_order(iteration.pairs):
+            pair.enter(self._warmup)
+        return self._run(shares, iteration)
 
     def finish(self) -> None:
         """Finish the rounds that a pass left by `break` has opened; nothing otherwise. A collective of all workers."""
@@ -117,6 +135,8 @@ class PreparedLoader(Iterable[Any]):
                 session.end_batch(iteration)
         finally:
             session.end_pass(iteration)
+            if iteration.progress is not None and session.own_pace is not None:
+                session.own_pace.deactivate()  # also after a `break`: the others go on
         self._close(iteration)
 
     def _close(self, iteration: Iteration) -> None:
@@ -124,6 +144,10 @@ class PreparedLoader(Iterable[Any]):
             self._open = None
         pairs, iteration.used = iteration.used, set()
         self.session.iterations.discard(iteration)
+        if iteration.progress is not None:
+            anybody, pair = self._meet(iteration.progress, bool(pairs)), self.session.own_pace
+            pairs = {pair} if anybody and pair is not None else set()
+        self.pairs = WeakSet(pairs)
         if not pairs and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
             self._idle_told = True
             if self.session.worker.rank == 0:
@@ -131,25 +155,42 @@ class PreparedLoader(Iterable[Any]):
         for pair in in_order(pairs):
             pair.finish()
 
+    def _meet(self, progress: PassProgress, used: bool) -> bool:
+        """At their own pace, the end of a pass for all: whether any of them has made a step; a collective."""
+        session = self.session
+        session.worker.driver.progress("wait", 0)
+        calls = [schedule.calls for schedule in session.schedules]
+        everyone = session.worker.group.all_gather_json([used, progress.own, progress.handed, calls])
+        own, handed = sum(one[1] for one in everyone), max(one[2] for one in everyone)
+        for number, schedule in enumerate(session.schedules):
+            made = sum(one[3][number] for one in everyone)
+            schedule.end_pass(made * handed // (own * progress.parts) if own else 0)
+        return any(one[0] for one in everyone)
+
     # -- shares ------------------------------------------------------------------------------------------------------
 
-    def _shares(self) -> Iterator[Share]:
+    def _shares(self, iteration: Iteration) -> Iterator[Share]:
         if self.session.worker.size == 1:
             return (Share(batch, None) for batch in iter(self.plain))
+        if self.session.own_pace is not None:
+            iteration.progress = PassProgress(self.session.worker.size)
         if isinstance(self.plain, DataLoader) and is_indexed(self.plain):
-            return self._loaded(self.plain)
-        return self._cut()
+            return self._loaded(self.plain, iteration.progress)
+        return self._cut(iteration.progress)
 
-    def _loaded(self, loader: DataLoader[Any]) -> Iterator[Share]:
+    def _loaded(self, loader: DataLoader[Any], progress: PassProgress | None) -> Iterator[Share]:
         """Load own rows only."""
-        worker = self.session.worker
+        worker, own_pace = self.session.worker, self.session.own_pace
         with rng.drawn_alike(worker.group, generators_of(loader)):
             plan, drawn = _plan_of(loader)
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
         mine = [len(plan), sum(len(batch) for batch in plan)]
-        everyone = worker.group.all_gather_json([mine, _known_rows(loader.dataset) if self._passes == 0 else None])
-        for rank, (theirs, rows) in enumerate(everyone):
+        warmup = 0 if own_pace is None else own_pace.warmup()
+        known = _known_rows(loader.dataset) if self._passes == 0 else None
+        everyone = worker.group.all_gather_json([mine, known, warmup])
+        self._warmup = everyone[0][2]
+        for rank, (theirs, rows, _) in enumerate(everyone):
             if rows != everyone[0][1]:
                 raise BadInput(
                     f"all workers must have the same data, and the training rows of worker {rank} are not those of worker 0: make a random split or "
@@ -163,9 +204,34 @@ class PreparedLoader(Iterable[Any]):
                     "shares it out"
                 )
         reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
-        return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading))
+        reader = reader_of(loader, loader.num_workers)
+        if progress is None or own_pace is None:
+            return drawn.along(_load(reader, plan, reading))
+        segment = Segment(
+            epoch=self.session.passes,
+            first=0,
+            until=len(plan),
+            parts=worker.size,
+            size=worker.size,
+            rank0_warmup_ticks=self._warmup,
+        )
+        self.session.passes += 1
+        return drawn.along(_leased(reader, plan, reading, segment, lambda: self._lease(own_pace, segment, progress)))
 
-    def _cut(self) -> Iterator[Share]:
+    def _lease(self, pair: Pair, segment: Segment, progress: PassProgress) -> Lease | None:
+        """The next slice that is this worker's; None: the pass is over."""
+        worker, step = self.session.worker, pair.replica.step
+        worker.driver.progress("wait" if segment.rank0_warmup_ticks else "input", step)
+        answer = worker.lease(segment)
+        worker.driver.progress(USER, step)
+        if not isinstance(answer, Lease):
+            progress.handed = segment.slices
+            return None
+        pair.activate()  # it has waited until now, while worker 0 trained alone
+        progress.own, progress.handed = progress.own + 1, answer.handed + 1
+        return answer
+
+    def _cut(self, progress: PassProgress | None) -> Iterator[Share]:
         """Read everything, keep the own rows. The source's code draws rank 0's numbers on all workers."""
         worker = self.session.worker
         loader = self.plain if isinstance(self.plain, DataLoader) else None
@@ -173,7 +239,8 @@ class PreparedLoader(Iterable[Any]):
             batches = iter(self.plain)
             first, own = next(batches, None), rng.RngScope.from_here()
         self._compare(first)
-        return self._cut_each(first, batches, own)
+        shares = self._cut_each(first, batches, own)
+        return shares if progress is None else _counted(shares, progress)
 
     def _cut_each(self, first: Any, batches: Iterator[Any], own: rng.RngScope) -> Iterator[Share]:
         """Rank 0's generators end where one process's would, unless the loop itself drew numbers."""
@@ -228,11 +295,19 @@ class SharedDataLoader(DataLoader[Any]):
         return copy.copy, (self.plain,)  # elsewhere nobody shares it
 
 
-def share(loader: Iterable[Any], session: Session) -> Iterable[Any]:
+def share(loader: Iterable[Any], session: Session, pair: Pair) -> Iterable[Any]:
     """What gives this worker's share of the loader's batches: a DataLoader itself, else a PreparedLoader of it.
 
-    One that was prepared before is taken as it is, for another session anew.
+    One that was prepared before is taken as it is, for another session anew. pair: that it was prepared with.
     """
+    shared = _share(loader, session)
+    prepared = shared._prepared if isinstance(shared, SharedDataLoader) else shared
+    assert isinstance(prepared, PreparedLoader)
+    prepared.pairs.add(pair)
+    return shared
+
+
+def _share(loader: Iterable[Any], session: Session) -> Iterable[Any]:
     if isinstance(loader, PreparedLoader):  # shared by several pairs, or a notebook's cell run again
         return loader if loader.session is session else PreparedLoader(loader.plain, session)
     if not isinstance(loader, DataLoader) or session.worker.shares_process:  # others may hold it, too
@@ -343,6 +418,37 @@ def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterato
             else:
                 batch = plan[part.index]
                 yield Share(reader.take([batch[0], batch[min(1, len(batch) - 1)]]), 0, stand_in=True)
+
+
+def _leased(
+    reader: RowLoader, plan: list[list[Any]], reading: Reading, segment: Segment, lease: Callable[[], Lease | None]
+) -> Iterator[Share]:
+    """The slices that this worker leases. Loader processes read its own queue ahead, without leasing it: of what others
+    took meanwhile the rows were loaded in vain."""
+    picks = Picks(plan.__getitem__, len(plan), segment.parts)
+    own = (picks.at(one.index, one.part) for one in foreseen(segment, reading.rank))
+    coming = reader.slices(own, reading) if reader.processes else None
+    try:
+        while (one := lease()) is not None:
+            if coming is not None and segment.owner(one.part) == reading.rank:
+                part = next(slice for slice in coming if (slice.index, slice.part) == (one.index, one.part))
+            else:
+                if coming is not None:  # its own queue is empty
+                    coming.close()
+                part = reader.load_here(picks.at(one.index, one.part), reading)
+            if part.rows:
+                yield Share(part.batch, part.rows)
+    finally:
+        if coming is not None:
+            coming.close()
+
+
+def _counted(shares: Iterator[Share], progress: PassProgress) -> Iterator[Share]:
+    """At their own pace, of what each reads for itself: without stand-ins, and as if the others were as far."""
+    for share in shares:
+        progress.own, progress.handed = progress.own + 1, progress.handed + progress.parts
+        if not share.stand_in:
+            yield share
 
 
 def _cut(batch: Any, rank: int, size: int) -> Share:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,20 +28,43 @@ from manyhands.own_loop.argument_checks import (
     late_parameters,
     root_of,
 )
-from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps
+from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps, checksum
+from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule
 from manyhands.replica import evaluation, fingerprint
+from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
 
 _SLOT = "_manyhands_stepper"
+_OWN_SCHEDULE = (
+    "the learning rate has changed between two steps of this worker's own, and workers that go at their own pace make different numbers of them. "
+    "Give the scheduler, too: mh.prepare(model, optimizer, loader, scheduler). It is then stepped by the rows that all workers have had"
+)
 
 
 class Iteration:
-    """One pass over a prepared loader, under way: the pairs that took a step during it."""
+    """One pass over a prepared loader, under way."""
 
-    def __init__(self) -> None:
-        self.used: set[Pair] = set()
+    def __init__(self, pairs: Iterable[Pair] = ()) -> None:
+        """pairs: whose models it is expected to train."""
+        self.pairs = set(pairs)
+        self.used: set[Pair] = set()  # the pairs that took a step during it
+        self.stepped: set[Pair] = set()  # since its newest batch
+        self.progress: PassProgress | None = None  # at their own pace
+
+
+@dataclass
+class PassProgress:
+    """How far a pass is over which workers go at their own pace."""
+
+    parts: int  # slices of a global batch
+    own: int = 0  # slices that this worker got
+    handed: int = 0  # slices that all workers had got by then
+
+    def batches(self, own: int) -> int:
+        """Global batches that all workers have had for so many slices of this one's."""
+        return own * self.handed // (self.parts * self.own) if self.own else 0
 
 
 @dataclass
@@ -72,12 +96,25 @@ class Session:
         """Alone, a weight matters once the user states one; in simulated time, rows are the cost of a gradient."""
         self.first_losses = FirstLosses(worker)
         self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
+        self.schedules: list[OwnPaceSchedule] = []
+        self.schedule_told = False
+        self.passes = 0  # over any loader, with workers at their own pace
         self._began = False
         self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
         self._stated: float | str | None = None  # by `mh.weight`; "sum": the loss is a sum over rows
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
+
+    @property
+    def own_pace(self) -> Pair | None:
+        """The pair whose workers go at their own pace, if that is so; there is no other then."""
+        return next((pair for pair in self.pairs if pair.leasing is not None), None)
+
+    @property
+    def pass_under_way(self) -> PassProgress | None:
+        """Of the loader whose batch is at hand, where workers go at their own pace: they may exchange through no group."""
+        return next((one.progress for one in reversed(self._rows) if one.progress is not None), None)
 
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
@@ -127,6 +164,9 @@ class Session:
         self._rows.pop(iteration, None)
         self._rows[iteration] = rows
         self._stated = None
+        iteration.stepped.clear()
+        for pair in in_order(iteration.pairs | iteration.used):
+            pair.look_ahead()
         if stand_in:
             self._stand_ins.add(iteration)
             for pair in self.pairs:
@@ -190,9 +230,12 @@ class Session:
         self._stated = None
         self._pending.clear()  # of a backward that raised
         self._scale_gradients()
-        if self.worker.size > 1:
-            for iteration in self.iterations:
-                iteration.used.add(pair)
+        another_comes = any(pair not in iteration.stepped for iteration in self._rows)
+        for iteration in self.iterations:
+            iteration.used.add(pair)
+            iteration.stepped.add(pair)
+        if not another_comes:
+            pair.look_ahead()
 
 
 def in_order(pairs: Iterable[Pair]) -> list[Pair]:
@@ -221,13 +264,17 @@ class Pair:
         """
         self._given = given
         model = root_of(given)
-        check_arguments(model, optimizer, strategy, session.worker.size)
+        check_arguments(model, optimizer, strategy, session.worker)
         self.session, self.worker, self.strategy = session, session.worker, strategy
         self.together = self.worker.size > 1
+        self.leasing = strategy.leasing() if self.together else None
+        self._server = self.worker.server if strategy.server() is not None else None
+        self._agrees = self.together or strategy.needs.before_gradient  # the strategy does something at an epoch's end
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
-        first_steps, group = FirstSteps(session.first_losses), self.worker.mesh.data
+        first_steps = FirstSteps(session.first_losses, compares=self.leasing is None)
+        group = self.worker.mesh.data
         self._first_steps = first_steps
         self.replica = Replica.of(
             model,
@@ -238,7 +285,6 @@ class Pair:
             # alone nothing is sent, and the first gradients are compared before they are
             weigh=lambda: None if first_steps.left or group.size == 1 else session.next_backward().weight,
         )
-        self._addresses = [p.data_ptr() for p in self.replica.trainable]
         self.own = {id(p) for p in self.replica.trainable}
         self.gradient_scale = GradientScale(model, self.replica.trainable)
         self._averages = strategy.needs.mean_gradient and self.together
@@ -248,12 +294,17 @@ class Pair:
         self._backwards = 0  # since the last step
         self._task = -1  # the last backward that reached this pair
         self._open = False  # stepped since the last `finish`
+        self._inside = self._active = False  # between `enter` and `finish`; the server counts this worker
+        self._looked = False  # `before_backward` was called for the gradient that comes next
+        self._replaced: tuple[FlatVector, int] | None = None  # by the answer: this replica's parameters, its checksum
+        self._rates: tuple[PassProgress | None, list[float]] | None = None  # at their own pace: those of the last step
         self._hooks: list[Any] = []
         with self._exchanging():
             check_alike(self.replica, strategy, self.worker.group)
             fingerprint.compare(self.worker, partial(facts_of, self.replica, strategy))
             self.state = strategy.start(self.replica, self.worker)
             strategy.synchronize(self.replica, self.worker, self.state, Change(generation=self.worker.generation))
+        self._addresses = [p.data_ptr() for p in self.replica.trainable]
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -263,6 +314,16 @@ class Pair:
             raise Unsupported(
                 "overlap=true sends slices of a model's gradient while its backward runs, and with a second prepared model "
                 "the workers could send them in different orders: leave overlap out"
+            )
+        apart = [pair for pair in both if pair.leasing is not None or pair._server is not None]
+        if apart and self.session.prepared:
+            name = apart[0].strategy.name
+            reason = (
+                "whose server holds one model" if apart[0]._server is not None else "whose workers go at their own pace"
+            )
+            raise Unsupported(
+                f"strategy {name}, {reason}, takes one prepared model, once: prepare several modules together "
+                "(mh.prepare([first, second], optimizer)), or use allreduce or local-sgd"
             )
         for pair in earlier:
             pair.release()
@@ -350,12 +411,17 @@ class Pair:
     def step(self, closure: Any = None) -> Any:
         """The strategy's exchange, in which the optimizer's own step happens. Alone, `closure` is passed to it, and what
         it returns comes back."""
-        if closure is not None and not self.together:
+        if closure is not None and not self._agrees:
             value = self._stepper.plain_step(closure)
             self._stepped()
             return value
         self._check_step(closure)
         late = late_parameters(self.replica.optimizer, self.own) if self.together else []
+        if late and (self.leasing is not None or self._server is not None):
+            raise Unsupported(
+                f"parameters were unfrozen, and strategy {self.strategy.name} cannot take them in: unfreeze them before prepare "
+                "(their learning rate may be 0 until they are to train), or use allreduce or local-sgd"
+            )
         if late:
             self._step_with(late)
             return None
@@ -396,16 +462,24 @@ class Pair:
         if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
             replica.collect()
             self._first_steps.collected(replica.gradients.joined(), self.session.next_backward().known)
-        replica.weight = self._weight if self._backwards else self.session.next_backward().weight
+        weight = self._weight if self._backwards else self.session.next_backward().weight
+        if not self._inside:  # of a loop without a prepared loader, or with one that has not trained before
+            self._refuse_warmup()
+            self.enter()
+        self.look_ahead()
+        self._watch_rates()
+        replica.weight = weight
         with torch.no_grad(), self._exchanging():
             self._first_steps.stepped(replica.step)
             self.strategy.exchange(replica, self.worker, self.state)
+            if self._server is not None:
+                self.worker.tick(0)
         self._stepped()
 
     def _stepped(self) -> None:
         self.replica.tick += 1
         self.replica.reset_flags()
-        self._weight, self._backwards, self._open = 0.0, 0, True
+        self._weight, self._backwards, self._open, self._looked = 0.0, 0, True, False
         self._before.clear()  # of a backward that raised
         self.gradient_scale.restore_buffers()
         self.session.after_step(self)
@@ -438,22 +512,100 @@ class Pair:
         finally:
             self.worker.driver.progress(USER, self.replica.step)
 
-    # -- between epochs ----------------------------------------------------------------------------------------------
+    # -- a pass --------------------------------------------------------------------------------------------------------
+
+    def enter(self, warmup: int = 0) -> None:
+        """Training begins, or goes on after `finish`: from this replica's own parameters, unless the user has changed the
+        answer. A collective where there is a server or workers go at their own pace.
+
+        warmup: so many slices worker 0 trains alone, before the others `activate`.
+        """
+        self._inside = True
+        if self._replaced is not None:
+            own, answer = self._replaced
+            if checksum(self.replica.parameters.joined()) == answer:
+                self.replica.set_parameters(own)
+            self._replaced = None
+        if not warmup or self.worker.rank == 0:
+            self.activate()
+        if (self._server is not None or self.leasing is not None) and self.session.pass_under_way is None:
+            self.worker.group.barrier()  # nobody's first step is made before all take part
+
+    def activate(self) -> None:
+        """Take part at the server, if there is one."""
+        if self._server is not None and not self._active:
+            self._server.activate()
+            self._active = True
+
+    def deactivate(self) -> None:
+        """Nobody waits for this worker at the server any more."""
+        if self._server is not None:
+            self._server.deactivate()
+            self._active = False
+
+    def warmup(self) -> int:
+        """So many slices worker 0 has yet to train alone; for worker 0 alone to say."""
+        return 0 if self.leasing is None else max(0, self.leasing.rank0_warmup_ticks - self.replica.tick)
+
+    def look_ahead(self) -> None:
+        """The next gradient is about to be computed: the strategy's `before_backward`, once a step."""
+        if self._looked or not self._inside or not self.strategy.needs.before_gradient:
+            return
+        self._looked = True
+        with torch.no_grad(), self._exchanging():
+            self.strategy.before_backward(self.replica, self.worker, self.state)
+        self.replica.skip = False  # a gradient that comes too late is computed all the same
+
+    def _refuse_warmup(self) -> None:
+        if self.leasing is not None and self.leasing.rank0_warmup_ticks:
+            raise Unsupported(
+                f"warmup={self.leasing.rank0_warmup_ticks} of strategy {self.strategy.name} lets worker 0 train alone at first, "
+                "for which rows must come from a prepared loader: leave warmup out, or prepare the loader, too"
+            )
+
+    def _watch_rates(self) -> None:
+        """At their own pace: warn once of a schedule that counts this worker's own steps."""
+        if self.leasing is None or self.session.schedules or self.session.schedule_told:
+            return
+        now = self.session.pass_under_way, [float(group["lr"]) for group in self.replica.optimizer.param_groups]
+        before, self._rates = self._rates, now
+        if before is not None and before[0] is now[0] and before[1] != now[1]:
+            self.session.schedule_told = True
+            if self.worker.rank == 0:
+                warnings.warn(_OWN_SCHEDULE, stacklevel=5)  # the user's step()
 
     def finish(self) -> None:
-        """Close the open round; the model then holds the consensus, buffers included. A collective; idempotent."""
-        if not self._open:
+        """Close the open round; the model then holds the consensus, buffers included. A collective; idempotent.
+
+        At their own pace all meet here, whether they have stepped or not. What this replica held is kept for `enter`.
+        """
+        if not self._agrees or not (self._open or self.leasing is not None):
             return
-        self._open = False
         replica, group = self.replica, self.worker.group
         replica.check()
         with torch.no_grad(), self._exchanging():
+            if self._looked:
+                self.strategy.forget_step(replica, self.worker, self.state)
+            if self.leasing is not None:
+                self.worker.driver.progress("wait", replica.step)
+                self.deactivate()
+                group.barrier()
+            self.activate()
             self.strategy.finish(replica, self.worker, self.state)
-            if self.strategy.needs.one_model and self.together:
-                replica.set_parameters(self.strategy.consensus(replica, self.worker, self.state))
+            self.deactivate()
+            if self.strategy.needs.one_model:
+                self._take_answer(self.strategy.consensus(replica, self.worker, self.state))
                 evaluation.load(replica.model, {}, evaluation.mean_buffers(replica.model, group))
                 self._compare()
+        self._open = self._inside = self._looked = False
         replica.reset_flags()
+
+    def _take_answer(self, answer: FlatVector) -> None:
+        replica = self.replica
+        if not answer.equal(replica.parameters):
+            own = replica.parameters.clone()
+            replica.set_parameters(answer)
+            self._replaced = own, checksum(replica.parameters.joined())
 
     def _compare(self) -> None:
         """A collective at the end of a pass: ManyhandsError where what should be equal on all workers is not, BadInput

@@ -68,6 +68,7 @@ class ServerState:
 class Server(ABC):
     """A worker's view of the shared parameters; sequence numbers, versions and shards live behind it."""
 
+    spec: ServerSpec
     ledger: Ledger
     shards: int = 1  # over which a vector is cut
     waited_s: float = 0.0  # seconds at the gate, or for an answer that was held back

@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from typing_extensions import override
+
 from manyhands.comm.threads import Meeting, ThreadGroup
+from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.server.base import Server
-from manyhands.worker import Worker
+from manyhands.worker import SoloDriverClient, Worker
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -24,6 +27,7 @@ def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server
     servers: of each worker, in rank order.
     """
     meetings: dict[tuple[int, ...], Meeting] = {(-1, *range(size)): Meeting(size)}
+    leases = SharedLeases()
 
     def run(rank: int) -> T:
         made: Counter[tuple[int, ...]] = Counter()
@@ -35,8 +39,10 @@ def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server
 
         try:
             server, group = servers[rank] if servers else None, ThreadGroup(meetings[-1, *range(size)], rank)
-            return program(Worker(rank=rank, size=size, group=group, subgroup=subgroup, server=server))
+            client = ThreadDriverClient(leases)
+            return program(Worker(rank=rank, size=size, group=group, subgroup=subgroup, server=server, driver=client))
         except BaseException:
+            leases.abort()
             for meeting in list(meetings.values()):
                 meeting.barrier.abort()
             raise
@@ -47,6 +53,44 @@ def together(size: int, program: Callable[[Worker], T], servers: Sequence[Server
         for error in sorted((e for e in errors if e), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
         return [f.result() for f in futures]
+
+
+class SharedLeases:
+    """What the driver's leases are to workers in processes."""
+
+    def __init__(self) -> None:
+        self.leases, self.answers, self.aborted = Leases(), dict[int, Lease | End](), False
+        self.changed = threading.Condition()
+
+    def abort(self) -> None:
+        """Nobody waits any longer: a worker has failed."""
+        with self.changed:
+            self.aborted = True
+            self.changed.notify_all()
+
+
+class ThreadDriverClient(SoloDriverClient):
+    """No driver, but for leases, which all workers share."""
+
+    def __init__(self, shared: SharedLeases) -> None:
+        super().__init__()
+        self._shared = shared
+
+    @override
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+        shared = self._shared
+        with shared.changed:
+            answer = shared.leases.take(replica, segment)
+            shared.answers.update(shared.leases.released)
+            shared.leases.released = []
+            shared.changed.notify_all()
+            if answer is not None:
+                return answer
+            if not shared.changed.wait_for(lambda: replica in shared.answers or shared.aborted, DEADLINE_S):
+                raise TimeoutError(f"replica {replica} waited {DEADLINE_S:g} s for a lease")
+            if shared.aborted:
+                raise threading.BrokenBarrierError
+            return shared.answers.pop(replica)
 
 
 class ScriptedTurns:

@@ -19,6 +19,7 @@ from manyhands.engines.single_process import pick_device
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun.launchers import restart_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
+from manyhands.own_loop.argument_checks import check_launch
 from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
@@ -74,7 +75,7 @@ class TrainConfig:
             raise BadInput(f"max_seconds must be a positive number of seconds, not {max_seconds!r}")
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
-        self._check_strategy(servers)
+        check_launch(self.strategy, self.engine, self.count, servers)
         self._check_worker_callback()
         batch_size, stream = self._check_data()
         self._check_survive(batch_size, stream)
@@ -134,26 +135,6 @@ class TrainConfig:
             raise Unsupported(
                 "survive: the task has a callback on each worker, as Keras models do, and what it remembers is lost "
                 "with its worker: give max_restarts alone, which starts the whole run again from its newest checkpoint"
-            )
-
-    def _check_strategy(self, servers: int) -> None:
-        self.strategy.check_workers(self.count)
-        spec = self.strategy.server()
-        if spec is not None and spec.one_shard and servers > 1:
-            raise Unsupported(
-                f"strategy {self.strategy.name} needs a server with one shard, and servers={servers}: leave servers "
-                "out, or give servers=1"
-            )
-        if (spec is not None or self.strategy.leasing() is not None) and not self.engine.capabilities.serves:
-            wants = "needs a parameter server" if spec is not None else "has workers that go at their own pace"
-            raise Unsupported(
-                f"strategy {self.strategy.name} {wants}, and engine {self.engine.name} does not support that: use "
-                "engine local or hosts, and call train() outside of manyhands run and torchrun"
-            )
-        if self.strategy.needs.one_host and not self.engine.on_one_host(self.count):
-            raise Unsupported(
-                f"strategy {self.strategy.name} shares memory between the workers, so all of them must be on one "
-                "machine: use engine local"
             )
 
     def _check_worker_callback(self) -> None:

@@ -49,6 +49,14 @@ class RowLoader:
         finally:
             end_processes(batches)
 
+    def load_here(self, pick: Pick, reading: Reading) -> Slice:
+        """One slice, loaded in this process: the same bits as of `slices`."""
+        if not self.processes:
+            return pick.load(self.take)
+        with rng.kept():  # as a loader process would
+            rng.seed_all(rng.mixed(_key(pick, reading)))
+            return pick.load(self.take)
+
     def _loader(self, plan: list[Pick], reading: Reading) -> DataLoader[Any]:
         own = "worker_init_fn" in self.options
         batches = [[_plain(i) for i in pick.own] for pick in plan]
@@ -77,11 +85,7 @@ class RowSource(Planned):
 
     @override
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
-        if not self.in_processes:
-            return pick.load(self.reader.take)
-        with rng.kept():  # as a loader process would
-            rng.seed_all(rng.mixed(_key(pick, reading)))
-            return pick.load(self.reader.take)
+        return self.reader.load_here(pick, reading)
 
 
 class DatasetRows(RowSource, Indexed):

@@ -1,0 +1,398 @@
+"""A prepared loop whose workers go at their own pace: workers are threads, the server is in this process."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from own_loops import loader_of, seeded
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+import plain
+from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.session import Session
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import server_strategy, strategy_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker, as_current
+
+T = TypeVar("T")
+STRATEGIES = ["downpour", "agn", "dynsgd:bound=2", "easgd:period=2", "eamsgd", "diloco:via=server,period=2", "hogwild"]
+WAIT_S = 20.0
+
+
+def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1) -> list[T]:
+    """`together`, with the server that the strategy needs."""
+    spec = strategy_of(strategy).server()
+    clients = [] if spec is None else InProcessServers(spec, workers=size, shards=shards, timeout_s=WAIT_S).clients
+    return together(size, program, clients)
+
+
+def prepared(worker: Worker, strategy: str, *others: Any, session: Session | None = None) -> Any:
+    model = seeded()
+    rule = torch.optim.SGD(model.parameters(), lr=0.01)
+    return prepare_on(session or Session(worker), model, rule, *others, strategy=strategy)
+
+
+def numbered(n: int = 39, batch_size: int = 12, **options: Any) -> DataLoader[Any]:
+    """Batches of (x, y, the rows' numbers). Workers that are threads have one random state: it shuffles by its own."""
+    options |= {"generator": torch.Generator().manual_seed(1)} if "shuffle" in options else {}
+    return DataLoader(TensorDataset(*plain.rows(n), torch.arange(n)), batch_size=batch_size, **options)
+
+
+def step(model: nn.Module, rule: torch.optim.Optimizer, batch: Any) -> list[int]:
+    rule.zero_grad()
+    plain.cross_entropy(model, batch[:2]).backward()
+    rule.step()
+    return [int(row) for row in batch[2]]
+
+
+def center_of(session: Session) -> Tensor:
+    """What the server has; without one, what lies in memory."""
+    (pair,) = session.pairs
+    replica, server = pair.replica, session.worker.server
+    center = replica.parameters if server is None else server_strategy.read_center(replica, session.worker)
+    return torch.cat([view.reshape(-1) for view in replica.named(center).values()]).clone()
+
+
+class Stream:
+    """Batches that can only be read one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(numbered())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_row_is_trained_once_an_epoch_and_all_end_at_the_center(strategy: str, size: int) -> None:
+    def program(worker: Worker) -> tuple[list[list[int]], Tensor, Tensor]:
+        session = Session(worker)
+        model, rule, loader = prepared(worker, strategy, numbered(shuffle=True), session=session)
+        assert len(loader) == 4
+        passes = [[row for batch in loader for row in step(model, rule, batch)] for _ in range(3)]
+        return passes, plain.flat(model), center_of(session)
+
+    found = on(size, strategy, program)
+    for number in range(3):
+        assert sorted(row for passes, _, _ in found for row in passes[number]) == list(range(39))
+    for _, parameters, center in found:
+        assert torch.equal(parameters, found[0][1])
+        assert torch.equal(parameters, center)
+    assert not torch.equal(found[0][1], plain.flat(seeded()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_row_once_with_loader_processes(shards: int) -> None:
+    def program(worker: Worker) -> list[int]:
+        model, rule, loader = prepared(worker, "downpour", numbered(shuffle=True, num_workers=2))
+        return [row for _ in range(2) for batch in loader for row in step(model, rule, batch)]
+
+    assert Counter(row for rows in on(2, "downpour", program, shards) for row in rows) == dict.fromkeys(range(39), 2)
+
+
+def test_each_row_once_of_what_every_worker_reads_whole() -> None:
+    def program(worker: Worker) -> list[int]:
+        model, rule, loader = prepared(worker, "downpour", Stream())
+        return [row for _ in range(2) for batch in loader for row in step(model, rule, batch)]
+
+    assert Counter(row for rows in on(4, "downpour", program) for row in rows) == dict.fromkeys(range(39), 2)
+
+
+def test_whoever_is_free_takes_what_a_slow_worker_has_not_begun() -> None:
+    others_done = threading.Event()
+
+    def program(worker: Worker) -> int:
+        model, rule, loader = prepared(worker, "downpour", numbered(48))
+        slices = 0
+        for batch in loader:
+            if worker.rank == 1:
+                assert others_done.wait(WAIT_S)
+            step(model, rule, batch)
+            slices += 1
+            if slices == 7:
+                others_done.set()
+        return slices
+
+    assert on(2, "downpour", program) == [7, 1]  # of 4 batches of two slices each
+
+
+def test_worker_0_warms_up_alone() -> None:
+    order: list[int] = []
+
+    def program(worker: Worker) -> Tensor:
+        model, rule, loader = prepared(worker, "downpour:warmup=3", numbered(48))
+        for batch in loader:
+            order.append(worker.rank)
+            step(model, rule, batch)
+        return plain.flat(model)
+
+    first, second = on(2, "downpour:warmup=3", program)
+    assert order[:3] == [0, 0, 0]
+    assert set(order) == {0, 1}
+    assert torch.equal(first, second)
+
+
+def test_a_pass_that_is_left_ends_for_the_others_too() -> None:
+    """What nobody has begun is taken by those who go on."""
+
+    def program(worker: Worker) -> list[list[int]]:
+        model, rule, loader = prepared(worker, "downpour", numbered(48))
+        passes: list[list[int]] = []
+        for _ in range(2):
+            passes.append([])
+            for batch in loader:
+                passes[-1] += step(model, rule, batch)
+                if worker.rank == 1 and len(passes) == 1:
+                    break
+        return passes
+
+    found = on(2, "downpour", program)
+    for number in range(2):
+        assert sorted(row for passes in found for row in passes[number]) == list(range(48))
+
+
+# -- evaluation between passes -------------------------------------------------------------------------------------------
+
+
+def test_replicas_that_differ_go_on_from_where_they_were() -> None:
+    """EASGD's workers are drawn to the center and do not take it over; the model shows it between passes."""
+
+    def program(worker: Worker) -> list[tuple[Tensor, Tensor]]:
+        model, rule, loader = prepared(worker, "easgd:period=2,via=group", numbered())
+        seen = []
+        for _ in range(3):
+            first = None
+            for batch in loader:
+                first = plain.flat(model).clone() if first is None else first
+                step(model, rule, batch)
+            seen.append((first, plain.flat(model).clone()))
+        return seen  # type: ignore[return-value]
+
+    mine, other = on(2, "easgd:via=group", program)
+    for number in range(3):
+        assert torch.equal(mine[number][1], other[number][1])  # the center
+        assert torch.equal(mine[number][0], other[number][0]) == (number == 0)
+
+
+@pytest.mark.parametrize("strategy", ["easgd:period=2,via=group", "gossip"])
+def test_what_the_user_loads_between_passes_stays(strategy: str) -> None:
+    def program(worker: Worker) -> None:
+        model, rule, loader = prepared(worker, strategy, numbered())
+        best = {name: value.clone() for name, value in model.state_dict().items()}
+        for number in range(2):
+            for batch in loader:
+                if number:
+                    for name, value in best.items():
+                        assert torch.equal(model.state_dict()[name], value)
+                    return
+                step(model, rule, batch)
+            model.load_state_dict(best)
+
+    on(2, strategy, program)
+
+
+def test_a_loader_that_trains_nothing_leaves_the_center_in_place() -> None:
+    def program(worker: Worker) -> None:
+        model, rule, loader, other = prepared(worker, "easgd:period=2", numbered(), numbered(24))
+        rows: list[int] = []
+        for number in range(2):
+            for batch in loader:
+                step(model, rule, batch)
+            center = plain.flat(model).clone()
+            rows = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that each worker has its part only
+                for batch in other:
+                    assert number == 0 or torch.equal(plain.flat(model), center)
+                    rows += batch[2].tolist()
+        everyone = worker.group.all_gather_json(rows)
+        assert sorted(row for one in everyone for row in one) == list(range(24))
+
+    on(2, "easgd:period=2", program)
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------
+
+
+def one_cycle(rule: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(rule, max_lr=0.01, total_steps=13)  # 12 global batches: one step too many is an error
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_prepared_scheduler_counts_what_all_have_had(every: int) -> None:
+    others_done = threading.Event()
+
+    def program(worker: Worker) -> tuple[list[int], int]:
+        model = seeded()
+        rule = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = one_cycle(rule)
+        model, rule, loader, same = prepare_on(
+            Session(worker), model, rule, numbered(48), schedule, strategy="downpour"
+        )
+        assert same is schedule
+        assert type(schedule).__name__ == "OneCycleLR"
+        steps, slices = [], 0
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                if worker.rank == 1 and epoch == 0:
+                    assert others_done.wait(WAIT_S)
+                step(model, rule, batch)
+                slices += 1
+                if (number + 1) % every == 0:
+                    schedule.step()
+                if slices == 7:
+                    others_done.set()
+            steps.append(schedule.last_epoch)
+        assert "_schedule" not in schedule.state_dict()
+        return steps, slices
+
+    (first, most), (second, _) = on(2, "downpour", program)
+    assert first == second
+    assert most >= 7
+    if every == 1:
+        assert first == [4, 8, 12]
+    else:
+        assert first[-1] <= 6
+
+
+def test_calls_between_passes_and_with_a_metric_are_one_step() -> None:
+    def program(worker: Worker) -> tuple[int, float]:
+        model = seeded()
+        rule = torch.optim.SGD(model.parameters(), lr=1.0)
+        each = ExponentialLR(rule, 0.5)
+        on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(rule, patience=0, factor=0.1)
+        *_, loader, _, _ = prepare_on(Session(worker), model, rule, numbered(), each, on_plateau, strategy="downpour")
+        for _ in range(2):
+            for _ in loader:
+                pass
+            each.step()
+            on_plateau.step(1.0)
+        return each.last_epoch, rule.param_groups[0]["lr"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of loops without a step
+        assert on(2, "downpour", program) == [(2, pytest.approx(0.025))] * 2
+
+
+def test_a_scheduler_that_was_not_given_is_named_once() -> None:
+    def program(worker: Worker) -> None:
+        model, rule, loader = prepared(worker, "downpour", numbered(48))
+        schedule = ExponentialLR(rule, 0.9)
+        for _ in range(2):
+            for batch in loader:
+                step(model, rule, batch)
+                schedule.step()
+
+    with pytest.warns(UserWarning, match="Give the scheduler, too") as caught:
+        on(2, "downpour", program)
+    assert sum("Give the scheduler" in str(one.message) for one in caught) == 1
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "allreduce"])
+def test_a_rate_that_changes_between_passes_or_in_step_is_nobodys_business(strategy: str) -> None:
+    def program(worker: Worker) -> None:
+        model, rule, loader = prepared(worker, strategy, numbered(48))
+        schedule = ExponentialLR(rule, 0.9)
+        for _ in range(3):
+            for batch in loader:
+                step(model, rule, batch)
+                if strategy == "allreduce":
+                    schedule.step()
+            schedule.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on(2, strategy, program)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    other = ExponentialLR(torch.optim.SGD(seeded().parameters(), lr=0.1), 0.9)
+    with pytest.raises(BadInput, match="ExponentialLR is of another optimizer"):
+        prepared(Worker(), "allreduce", other)
+
+
+def test_in_step_a_scheduler_comes_back_as_it_is() -> None:
+    model = seeded()
+    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ExponentialLR(rule, 0.9)
+    *_, same = prepare_on(Session(Worker()), model, rule, schedule)
+    assert same is schedule
+    assert type(same) is ExponentialLR
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_it_is_said_how_to_have_one() -> None:
+    with pytest.raises(Unsupported, match=r"manyhands run --strategy downpour:bound=2 SCRIPT"):
+        together(2, lambda worker: prepared(worker, "downpour:bound=2"))
+
+
+def test_a_server_of_another_strategy_is_refused() -> None:
+    with pytest.raises(BadInput, match="server of another strategy"):
+        on(2, "easgd", lambda worker: prepared(worker, "downpour"))
+
+
+def two_models(worker: Worker, strategy: str) -> Any:
+    session = Session(worker)
+    kept = [prepared(worker, strategy, session=session) for _ in range(2)]
+    raise AssertionError(kept)
+
+
+def nested(worker: Worker, strategy: str) -> None:
+    _, _, loader, other = prepared(worker, strategy, numbered(), numbered())
+    for _ in loader:
+        for _ in other:
+            pass
+
+
+def means(worker: Worker, strategy: str) -> None:
+    session = worker.prepared = Session(worker)
+    _, _, loader = prepared(worker, strategy, numbered(), session=session)
+    for _ in loader:
+        with as_current(worker):
+            mh.mean(1.0)
+
+
+def unfrozen(worker: Worker, strategy: str) -> None:
+    model = seeded()
+    model[0].weight.requires_grad_(False)
+    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = prepare_on(Session(worker), model, rule, loader_of(), strategy=strategy)
+    for batch in loader:
+        model[0].weight.requires_grad_(True)
+        plain.cross_entropy(model, batch).backward()
+        rule.step()
+
+
+def warmup_alone(worker: Worker, strategy: str) -> None:
+    model, rule = prepared(worker, "downpour:warmup=2")
+    plain.cross_entropy(model, plain.rows(4)).backward()
+    rule.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy", "message"),
+    [
+        (two_models, "downpour", "whose server holds one model"),
+        (two_models, "hogwild", "whose workers go at their own pace"),
+        (two_models, "quorum", "whose server holds one model"),
+        (nested, "downpour", "two prepared loaders are under way at once"),
+        (means, "downpour", "call it between two passes"),
+        (unfrozen, "downpour", "parameters were unfrozen"),
+        (warmup_alone, "downpour:warmup=2", "prepare the loader, too"),
+    ],
+)
+def test_what_cannot_be_names_the_way_out(program: Any, strategy: str, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        on(2, strategy, lambda worker: program(worker, strategy))
