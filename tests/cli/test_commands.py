@@ -227,7 +227,8 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("manyhands.own_loop.launch.run_script", run_script)
     monkeypatch.setattr(commands, "_started", lambda engine, workers: nullcontext(engine))
     done = invoke(
-        "run", "-n", "4", "--strategy", "local-sgd:period=8", "train.py", "--workers", "9", "-x", "--help", "--", "y"
+        *("run", "-n", "4", "--strategy", "local-sgd:period=8", "--servers", "2"),
+        *("train.py", "--workers", "9", "-x", "--help", "--", "y"),
     )
     assert done.exit_code == 3, done.output
     assert seen.pop("args") == ["--workers", "9", "-x", "--help", "--", "y"]
@@ -235,6 +236,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "path": Path("train.py"),
         "workers": 4,
         "strategy": "local-sgd:period=8",
+        "servers": 2,
         "engine": "local",
         "threads_per_worker": None,
         "timeout_s": 300.0,

@@ -26,7 +26,16 @@ from manyhands.testing.threads import together
 from manyhands.worker import Worker, as_current
 
 T = TypeVar("T")
-STRATEGIES = ["downpour", "agn", "dynsgd:bound=2", "easgd:period=2", "eamsgd", "diloco:via=server,period=2", "hogwild"]
+STRATEGIES = [
+    "downpour",
+    "agn",
+    "dynsgd:bound=2",
+    "easgd:period=2",
+    "eamsgd",
+    "diloco:via=server,period=2",
+    "hogwild",
+    "gossip:graph=pairs",
+]
 WAIT_S = 20.0
 
 

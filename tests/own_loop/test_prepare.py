@@ -15,10 +15,10 @@ import torch
 import manyhands as mh
 import plain
 from manyhands.engines.torchrun.launchers import LOCAL_RANK, MEETING, RANK, SIZE
-from manyhands.errors import BadInput, UnknownName, Unsupported
+from manyhands.errors import BadInput, UnknownName
 from manyhands.own_loop import prepare
 from manyhands.own_loop.prepared_loader import PreparedLoader
-from manyhands.server.base import ServerSpec
+from manyhands.replica.replica import Replica
 from manyhands.worker import Worker, set_current
 
 
@@ -109,25 +109,31 @@ def test_alone_a_sum_is_the_sum_that_it_is() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
-def test_what_the_users_loop_cannot_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A strategy that looks ahead, or needs a server, is refused before it starts."""
+def test_before_each_gradient_a_strategy_may_act() -> None:
+    """In a loop without a loader as a step ends; the first time with the first step."""
+    calls = []
 
     class LooksAhead(mh.AllReduce):
         name = "looks-ahead"
         needs = replace(mh.AllReduce.needs, before_gradient=True)
 
-        def before_backward(self, replica: object, worker: object, state: object) -> None:
-            pass
+        def before_backward(self, replica: Replica, worker: object, state: object) -> None:
+            calls.append(replica.step)
 
-    class Serves(mh.AllReduce):
-        name = "serves"
+    model, rule = mh.prepare(*pair(), strategy=LooksAhead())
+    for _ in range(3):
+        plain.cross_entropy(model, plain.rows(4)).backward()
+        rule.step()
+    assert calls == [0, 1, 2, 3]
 
-        def server(self) -> ServerSpec:
-            return ServerSpec(rule="add")
 
-    for strategy, message in ((LooksAhead(), "use mh.train"), (Serves(), "parameter server"), ("hogwild", "own pace")):
-        with pytest.raises(Unsupported, match=message):
-            mh.prepare(*pair(), strategy=strategy)
+@pytest.mark.parametrize("strategy", ["downpour", "hogwild", "quorum", "easgd"])
+def test_alone_what_a_strategy_needs_is_in_this_process(strategy: str) -> None:
+    model, rule = mh.prepare(*pair(), strategy=strategy)
+    before = plain.flat(model).clone()
+    plain.cross_entropy(model, plain.rows(4)).backward()
+    rule.step()
+    assert not torch.equal(plain.flat(model), before)
 
 
 def test_a_strategy_that_acts_before_gradients_says_so() -> None:

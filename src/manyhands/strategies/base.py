@@ -140,7 +140,7 @@ class Strategy(ABC):
             cls.name = cls.__name__.lower()
         if cls.before_backward is not Strategy.before_backward and not cls.needs.before_gradient:
             raise BadInput(
-                f"{cls.__name__} overrides before_backward, which mh.prepare does not call: "
+                f"{cls.__name__} overrides before_backward, of which mh.prepare must know: "
                 "write needs = Needs(before_gradient=True) in the class"
             )
 

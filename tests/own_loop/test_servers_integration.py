@@ -1,0 +1,147 @@
+"""A server for a loop of one's own, started with the workers: real processes, the simulator, one worker alone."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+import plain
+from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.launch import launch, run_script
+from manyhands.server.base import ServerSpec
+
+
+@pytest.fixture(autouse=True)
+def no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
+
+
+def train(epochs: int = 2, seed: int = 0) -> tuple[list[int], Tensor]:
+    """The rows that this worker trained on, and its model at the end."""
+    torch.manual_seed(seed)
+    model = plain.mlp()
+    rule = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = TensorDataset(*plain.rows(39), torch.arange(39))
+    loader: Any
+    model, rule, loader = mh.prepare(model, rule, DataLoader(data, batch_size=12, shuffle=True))
+    rows: list[int] = []
+    for _ in range(epochs):
+        for x, y, numbers in loader:
+            rule.zero_grad()
+            plain.cross_entropy(model, (x, y)).backward()
+            rule.step()
+            rows += numbers.tolist()
+    return rows, plain.flat(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "servers"),
+    [
+        ("downpour", 2, 2),
+        pytest.param("easgd:period=2", 3, None, marks=pytest.mark.slow),
+        pytest.param("dynsgd:bound=1", 2, None, marks=pytest.mark.slow),
+        pytest.param("hogwild", 2, None, marks=pytest.mark.slow),
+        pytest.param("quorum", 2, None, marks=pytest.mark.slow),
+        pytest.param("diloco:via=server,period=2", 2, None, marks=pytest.mark.slow),
+        ("downpour", 1, None),
+    ],
+)
+def test_launch_starts_what_the_strategy_needs(local: Local, strategy: str, workers: int, servers: int | None) -> None:
+    found = launch(train, workers=workers, strategy=strategy, servers=servers, engine=local)
+    assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
+    for _, parameters in found:
+        assert torch.equal(parameters, found[0][1])
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "downpour:bound=0", "easgd"])
+def test_the_simulator_has_it_too(strategy: str) -> None:
+    found = launch(train, workers=3, strategy=strategy, engine=Sim())
+    assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
+    for _, parameters in found:
+        assert torch.equal(parameters, found[0][1])
+
+
+def pushes() -> Tensor:
+    worker = mh.worker()
+    server, center = worker.server, torch.zeros(3)
+    assert server is not None
+    server.initialize(center)
+    server.activate()
+    server.push(torch.full((3,), float(worker.rank + 1)))
+    server.deactivate()
+    worker.group.barrier()
+    server.center(center)
+    return center
+
+
+@pytest.mark.parametrize(("options", "total"), [({"servers": 1}, 3.0), ({"server": ServerSpec(rule="add")}, 3.0)])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_code_of_ones_own_has_a_server(local: Local, options: dict[str, Any], total: float, workers: int) -> None:
+    for center in launch(pushes, workers=workers, engine=local, **options):
+        assert center.tolist() == [total if workers == 2 else 1.0] * 3
+
+
+def test_without_one_there_is_none(local: Local) -> None:
+    assert launch(lambda: mh.worker().server is None, workers=2, strategy="local-sgd", engine=local) == [True, True]
+
+
+SCRIPT = """
+    import sys
+    import torch
+    import manyhands as mh
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    y = x.sum(1, keepdim=True)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6, shuffle=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    model, optimizer, loader, scheduler = mh.prepare(model, optimizer, loader, scheduler)
+    for epoch in range(10):
+        for a, b in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+            scheduler.step()
+    print(f"loss {torch.nn.functional.mse_loss(model(x), y).item():.6f} rate {scheduler.get_last_lr()[0]:g}")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["downpour:bound=2", pytest.param("agn:window=2", marks=pytest.mark.slow)])
+def test_an_unchanged_script_takes_it(
+    local: Local, tmp_path: Path, strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    assert run_script(path, workers=2, strategy=strategy, servers=1, engine=local) == 0
+    _, loss, _, rate = capfd.readouterr().out.split()
+    assert float(loss) < 0.1
+    assert float(rate) == 0.002  # after 100 global batches
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"servers": 0}, BadInput, "servers must be a whole number of at least 1, not 0"),
+        ({"servers": 2, "strategy": "quorum"}, Unsupported, "needs a server with one shard, and servers=2"),
+        ({"strategy": "quorum:backups=2"}, BadInput, "backups=2 must be less than workers=2"),
+        ({"strategy": "downpour", "server": ServerSpec(rule="add")}, BadInput, "has a server of its own"),
+        ({"strategy": "downpour", "engine": "torchrun"}, Unsupported, "engine torchrun does not support that"),
+        ({"servers": 1, "engine": "torchrun"}, Unsupported, "engine torchrun starts no parameter server"),
+        ({"strategy": "no-such"}, mh.UnknownName, "no-such"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    local: Local, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        launch(pushes, workers=2, **({"engine": local} | options))
