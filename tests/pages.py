@@ -138,7 +138,13 @@ def script(new: bool) -> str:
     return "\n".join(line[1:] for line in lines) + "\n"
 
 
+def rule() -> str:
+    """The server rule of docs/strategies/server.md, half.py."""
+    return next(part.text for part in of("python") if part.page.name == "server.md")
+
+
 def write_scripts(folder: Path) -> None:
-    """The files that the commands of pages name."""
-    for name, text in (("my.py", TASK), ("ddp.py", DDP), ("tf.py", ROLE), ("train.py", script(new=True))):
+    """The files that pages name."""
+    texts = {"my.py": TASK, "ddp.py": DDP, "tf.py": ROLE, "train.py": script(new=True), "half.py": rule()}
+    for name, text in texts.items():
         (folder / name).write_text(text)

@@ -54,6 +54,7 @@ def command(words: list[str]) -> Result:
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
     monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for part in of("python"):
         if part.page == page:

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from manyhands.own_loop.prepare import worker as worker
     from manyhands.recording.run import Run as Run
     from manyhands.recording.run import read_history as read_history
+    from manyhands.server.base import ServerSpec as ServerSpec
+    from manyhands.server.pushes import Push as Push
+    from manyhands.server.rules.base import Rule as Rule
     from manyhands.strategies.agn import AGN as AGN
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
@@ -110,9 +113,12 @@ _WHERE = {
     "PeerLost": "errors",
     "Preempted": "errors",
     "Progress": "callbacks",
+    "Push": "server.pushes",
     "Quorum": "strategies.quorum",
     "Replayed": "evidence.replay.replay",
+    "Rule": "server.rules.base",
     "Run": "recording.run",
+    "ServerSpec": "server.base",
     "Sim": "engines.sim.engine",
     "Solo": "strategies.solo",
     "Spark": "engines.spark.engine",

@@ -46,6 +46,29 @@ def test_strategies_reach_what_they_reach_locally(strategy: str, solo: mh.Run) -
     assert run.rows["total"] == solo.rows["total"]
 
 
+RULE = """
+import manyhands as mh
+
+class Half(mh.Rule):
+    def merge(self, old, new, pushes):
+        for push in pushes:
+            new.copy_(old + 0.5 * push.update)
+            old = new
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spark")
+def test_a_server_rule_of_ones_own_reaches_the_executor_that_holds_the_shard(tmp_path: Path) -> None:
+    """Its text travels; the same bits as here, where the file is read."""
+    file = tmp_path / "half_of_the_spark_test.py"
+    file.write_text(RULE)
+    options: Any = {"strategy": f"downpour:bound=0,rule={file}:Half", "workers": 2}
+    here = mh.train(digits(epochs=1), engine="local", threads_per_worker=1, **options)
+    run = mh.train(digits(epochs=1), engine="spark", **options)
+    assert torch.equal(run.parameters, here.parameters)
+
+
 @pytest.mark.usefixtures("spark")
 def test_hogwild_needs_one_machine() -> None:
     with pytest.raises(Unsupported, match="shares memory between the workers"):

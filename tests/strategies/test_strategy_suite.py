@@ -26,6 +26,7 @@ STRATEGIES: dict[
     "allreduce": SIZES,
     "allreduce:overlap=true": SIZES,
     "allreduce:combine=adasum": (1, 4),
+    "allreduce:sharded=true": SIZES,
     "allreduce:compress=topk:0.3": SIZES,
     "allreduce:compress=qsgd:4": SIZES,
     "allreduce:compress=powersgd:1": SIZES,

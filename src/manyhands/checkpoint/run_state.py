@@ -16,8 +16,9 @@ from manyhands import rng
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
-from manyhands.replica.optimizer_state import counts_on_device
+from manyhands.replica.optimizer_state import COUNTS, counts_on_device
 from manyhands.replica.replica import Replica
+from manyhands.replica.sharded_update import in_memory, whole_states
 from manyhands.server.base import Server, ServerState
 from manyhands.strategies.base import State
 
@@ -139,7 +140,8 @@ def restore(
         replica.wind_schedule(_steps_of(values["schedule"], values["position"].get("tick", values["step"])))
     elif replica.schedule is not None:
         replica.schedule.load_state_dict(_unpacked(values["schedule"]))
-    _restore_optimizer(replica, tensors, values["optimizer"], declaration["groups"], now["groups"], rescheduled)
+    state_tensors, saved = _optimizer_tensors(checkpoint, replica, tensors, values["optimizer"])
+    _restore_optimizer(replica, state_tensors, saved, declaration["groups"], now["groups"], rescheduled)
     if changes := _changes(declaration, now, schedules=not longer):
         warn(
             f"hyperparameters differ from the checkpoint's: {'; '.join(changes[:8])}. From step "
@@ -231,13 +233,17 @@ def _mean_parameters(
 def _optimizer_state(replica: Replica, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Tensors of the optimizer's state into `tensors`; the rest and the groups' hyperparameters as JSON values."""
     values: dict[str, dict[str, Any]] = {}
+    sharded = replica.executor.sharded
     for name, p in _optimized(replica):
         for key, value in replica.optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value
             else:
                 values.setdefault(name, {})[key] = _json_value(replica, key, name, value)
-    return {"values": values, "groups": _groups(replica)}
+    found = {"values": values, "groups": _groups(replica)}
+    if sharded is not None:
+        found["pieces"] = {name: [piece.start, piece.stop] for name, piece in sharded.pieces.items()}
+    return found
 
 
 def _groups(replica: Replica) -> list[dict[str, Any]]:
@@ -336,6 +342,36 @@ def _restore_optimizer(
             replica.optimizer.state[p] = {k: _placed(k, v, p, p in on_device) for k, v in states[name].items()}
 
 
+def _optimizer_tensors(
+    checkpoint: Snapshot, replica: Replica, tensors: Mapping[str, Tensor], saved: dict[str, Any]
+) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """A rank's optimizer state, and what goes with it. Where updates are sharded, or were: cut from all ranks' pieces."""
+    sharded = replica.executor.sharded
+    now = None if sharded is None else {name: [piece.start, piece.stop] for name, piece in sharded.pieces.items()}
+    if saved.get("pieces") == now:
+        return tensors, saved
+    if "pieces" in saved:
+        ranks = range(checkpoint.ranks)
+        all_saved = [checkpoint.values(rank)["optimizer"] for rank in ranks]
+        spans = [one["pieces"] for one in all_saved]
+        tensors = whole_states([checkpoint.reader(rank) for rank in ranks], spans, replica.layout)
+        saved = saved | {"values": {name: held for one in all_saved for name, held in one["values"].items()}}
+    if sharded is None:
+        return tensors, saved
+    cut: Tensors = {}
+    for key in (key for key in tensors if key.startswith("optimizer/")):
+        tensor, name = tensors[key], key.split("/", 2)[2]
+        shape = replica.layout.shapes[replica.layout.names.index(name)]
+        if (piece := sharded.pieces.get(name)) is None:
+            continue
+        if tensor.shape == shape and key.split("/")[1] not in COUNTS:
+            stride = replica.layout.strides[replica.layout.names.index(name)]
+            placed = tensor.new_empty(tensor.numel()).as_strided(shape, stride).copy_(tensor)
+            tensor = in_memory(placed)[piece.start : piece.stop].clone()
+        cut[key] = tensor
+    return cut, saved
+
+
 def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
     """State in its own aligned memory on its parameter's device; `step` is on the CPU unless the device counts it."""
     if not isinstance(value, Tensor):
@@ -348,6 +384,9 @@ def _placed(kind: str, value: Any, p: Tensor, counts_on_device: bool) -> Any:
 
 
 def _optimized(replica: Replica) -> Iterable[tuple[str, Tensor]]:
+    """What the optimizer holds, by parameter: where the update is sharded, this worker's pieces."""
+    if replica.executor.sharded is not None:
+        return ((name, piece.parameter) for name, piece in replica.executor.sharded.pieces.items())
     return zip(replica.layout.names, replica.trainable, strict=True)
 
 

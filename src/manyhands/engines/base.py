@@ -68,6 +68,10 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
         check_threads(self.threads_per_worker)
+        if self.server is not None:
+            from manyhands.engines.own_rules import list_rule
+
+            list_rule(self.server)
 
     @property
     def shards(self) -> int:

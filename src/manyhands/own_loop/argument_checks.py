@@ -10,6 +10,7 @@ from torch import nn
 
 from manyhands.comm.group import Group
 from manyhands.engines.base import Engine
+from manyhands.engines.own_rules import list_rule
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import fingerprint
 from manyhands.replica.executor import strangers
@@ -56,6 +57,8 @@ def check_launch(strategy: Strategy, engine: Engine, workers: int, servers: int)
     """BadInput or Unsupported, before anything starts, for a strategy that cannot run on this engine."""
     strategy.check_workers(workers)
     spec = strategy.server()
+    if spec is not None:
+        list_rule(spec)
     if spec is not None and spec.one_shard and servers > 1:
         raise Unsupported(
             f"strategy {strategy.name} needs a server with one shard, and servers={servers}: leave servers out, or give servers=1"

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
+from manyhands.engines.own_rules import list_rule
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop.launch import launched_strategy
@@ -98,6 +99,7 @@ def prepare_on(
         warn_of_whole_items(given, worker)
     spec = chosen.server()
     if spec is not None and worker.server is None and worker.size == 1:
+        list_rule(spec)
         (worker.server,) = InProcessServers(spec, workers=1).clients
     pair = Pair(session, model, optimizer, chosen)
     for given in others:

@@ -21,6 +21,7 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout, layouts_of
 from manyhands.replica.shard import ParameterShard
+from manyhands.replica.sharded_update import ShardedUpdate
 from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
@@ -53,6 +54,8 @@ class StepExecutor(ABC):
     """Whether `backward` computes here; False in the user's own loop, which calls autograd's itself."""
     has_gradients: bool = False
     """Whether gradients are there to be exchanged; a kernel moves parameters without any."""
+    sharded: ShardedUpdate | None = None
+    """Where each worker steps its part of the parameters: see `shard_update`."""
 
     @abstractmethod
     def build(self, allocate: Allocate) -> None:
@@ -94,6 +97,10 @@ class StepExecutor(ABC):
         """The dot product over all shards and over `members`, summed in float64; copies of a parameter count once."""
         own = sum(shard.dot(a, b) for shard, a, b in zip(self.shards, one.parts, other.parts, strict=True))
         return float(self.reduce(torch.tensor([own], dtype=torch.float64)))
+
+    def shard_update(self, group: Group) -> None:
+        """From now on `apply` steps this worker's part of the parameters, and `sharded` is there."""
+        raise self.without_gradients()
 
     # -- what gradients are to autograd; a kernel has none -----------------------------------------------------------
 
@@ -307,11 +314,17 @@ class AutogradExecutor(StepExecutor):
     @override
     def show_gradients(self, grad_mask: int) -> None:
         self._filled |= grad_mask
+        if self.sharded is not None:
+            self.sharded.show_gradients(grad_mask)
         for i, p in enumerate(self._parameters):
             if not grad_mask >> i & 1:
                 p.grad = None  # an own gradient that is not in this mean
             elif p.grad is None:
                 p.grad = self._grads[i]
+
+    @override
+    def shard_update(self, group: Group) -> None:
+        self.sharded = ShardedUpdate(self.shards, self.optimizer, group)
 
     @override
     def on_ready(self, callback: Callable[[Tensor, float, int], None]) -> None:
@@ -326,6 +339,9 @@ class AutogradExecutor(StepExecutor):
 
     @override
     def clip(self, norm: float) -> None:
+        if self.sharded is not None:
+            self.sharded.clip(norm)
+            return
         if self.members.size == 1:
             nn.utils.clip_grad_norm_(self._parameters, norm)
             return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from manyhands import units
 from manyhands.comm.group import Group, MeanResult
-from manyhands.errors import BadInput, NotFinite
+from manyhands.errors import BadInput, NotFinite, Unsupported
 from manyhands.replica.control_bits import ControlBits
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.replica.flat_vector import FlatVector
@@ -268,6 +268,26 @@ class Replica:
         self.executor.show_gradients(self.grad_mask)
         return total
 
+    def shard_update(self, group: Group) -> None:
+        """From now on each of the group's workers steps its part of the parameters, see `ShardedUpdate`. BadInput for an
+        optimizer that is not elementwise; Unsupported in the user's own loop, whose optimizer is the user's."""
+        if not self.has_loss:
+            raise Unsupported(
+                "sharded=true takes parameters out of the optimizer, which in a loop of your own is yours (zero_grad, clipping, state_dict): use "
+                "mh.train, or leave sharded out"
+            )
+        self.executor.shard_update(group)
+
+    def reduce_scatter_gradients(self, group: Group) -> MeanResult:
+        """As `mean_gradients`, but each worker gets its part of the mean alone, and zeros elsewhere."""
+        sharded = self.executor.sharded
+        assert sharded is not None, "shard_update comes first"
+        self.rounds += 1
+        total = group.mean_(torch.empty(0), self.weight, self.bits())
+        if total.weight:
+            sharded.reduce_scatter_gradients(self.weight / total.weight)
+        return self.record_mean(total)
+
     def mean_(self, group: Group, vector: FlatVector, weight: float, bits: int = 0) -> MeanResult:
         """Weighted mean of any vector, with this worker's control bits; `bits` go above them."""
         self.rounds += group.size > 1
@@ -332,6 +352,8 @@ class Replica:
         if self._clip_norm is not None:
             self.executor.clip(self._clip_norm)
         self.executor.apply()
+        if self.executor.sharded is not None:
+            self.executor.sharded.gather_parameters()
         if not extra:
             self._follow_step()
             self.step += 1
@@ -390,6 +412,8 @@ class Replica:
     def _finite(self) -> bool:
         """Whether the gradients of the whole replica are finite, the same on all workers that hold it."""
         finite = self._gradients.is_finite()
+        if self.executor.sharded is not None and self.has_mean:
+            return not self.executor.sharded.total(float(not finite))
         if self.executor.members.size == 1:
             return finite
         return not self.executor.reduce(torch.tensor([float(not finite)], dtype=torch.float64)).any()

@@ -21,7 +21,7 @@ from manyhands.comm.group import Ledger
 class ServerSpec:
     """The server that a strategy wants, as plain data (JSON). Its first center is the first worker's parameters."""
 
-    rule: str  # how a push is merged: a name of `rules.RULES`
+    rule: str  # how a push is merged: a name of `rules.RULES`, or a rule of the user's own, `file.py:Name`
     bound: int | None = None  # stale-synchronous parallel's bound; None: fully asynchronous
     options: dict[str, Any] = field(default_factory=dict)  # the rule's own
     compress: str = "none"  # the codec of pushes that come encoded (comm/codecs); pulls and answers travel as they are

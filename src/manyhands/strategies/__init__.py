@@ -43,6 +43,7 @@ ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing
     **dict.fromkeys(("ring", "ring-allreduce", "hierarchical", "mpi", "nccl", "gloo"), _TRAVELS),
     "bytescheduler": "`allreduce:overlap=true` sends gradients while backward computes, without priorities",
     "adasum": "allreduce:combine=adasum",
+    **dict.fromkeys(("zero-1", "zero1", "zeroredundancyoptimizer"), "allreduce:sharded=true"),
     **dict.fromkeys(("1bit", "1-bit", "one-bit", "onebit"), "allreduce:compress=onebit"),
     **dict.fromkeys(("topk", "top-k"), "allreduce:compress=topk:0.01"),
     "dgc": "`allreduce:compress=topk:0.001` is deep gradient compression without its momentum correction",

@@ -53,6 +53,10 @@ class AllReduce(CompressOptions, Strategy):
     (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, of more that of the sums of both halves (Scaling Distributed Training
     with Adaptive Summation, Maleki et al., 2021). Then N workers are not one worker: steps are up to N times as long.
 
+    With `sharded`, each worker gets the mean of its part of the gradient (reduce-scatter), steps that part, and all
+    gather the parameters: step 3 is made once for each parameter (stage 1 of ZeRO: Memory Optimizations Toward Training
+    Trillion Parameter Models, Rajbhandari et al., 2020; BigDL, Dai et al., 2019). N workers equal one here, too.
+
     Deviations: adasum sums gradients, also where an optimizer with moments follows, for which the paper sums what each
     worker's optimizer would do.
     """
@@ -60,6 +64,9 @@ class AllReduce(CompressOptions, Strategy):
     combine: str = "mean"
     """How gradients become one: mean, or adasum, which adds what is orthogonal and averages what is parallel. Try adasum
     where a rate that suits one worker's batches is to serve 2, 4, 8, … workers as it is."""
+    sharded: bool = False
+    """Each worker steps its part of the parameters and keeps the optimizer's state of that part alone. Saves memory where
+    the state is large: with Adam twice the parameters, divided by the workers. As many bytes travel."""
     overlap: bool = False
     """Send slices while backward runs. Worth it where the link is slow and cores, or a GPU, are free meanwhile."""
 
@@ -79,6 +86,16 @@ class AllReduce(CompressOptions, Strategy):
             raise BadInput(
                 f"strategy allreduce: combine=adasum looks at whole gradients, and {other} does not send them as a whole: give one of them"
             )
+        others = {
+            "combine=adasum": self.combine == "adasum",
+            "overlap": self.overlap,
+            f"compress={self.compress}": self.compress != "none",
+        }
+        if self.sharded and any(others.values()):
+            other = next(name for name, given in others.items() if given)
+            raise BadInput(
+                f"strategy allreduce: sharded gives each worker its part of the mean alone, and {other} makes the whole: give one of them"
+            )
         if self.overlap and self.compress != "none":
             raise BadInput(
                 f"strategy allreduce: overlap sends slices while backward computes, and compress={self.compress} looks at the whole gradient: give one of them"
@@ -93,11 +110,15 @@ class AllReduce(CompressOptions, Strategy):
 
     @override
     def fixed_members(self) -> str:
+        if self.sharded:
+            return "with sharded=true the optimizer's state of a part of the parameters is on one worker alone"
         return "combine=adasum takes 2, 4, 8, … workers" if self.combine == "adasum" else ""
 
     @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
         state = AllReduceState(**compression.remembered(self, replica, worker))
+        if self.sharded and worker.mesh.data.size > 1:
+            replica.shard_update(worker.mesh.data)
         if self.overlap:
 
             def begin(gradients: Tensor) -> None:
@@ -120,6 +141,8 @@ class AllReduce(CompressOptions, Strategy):
         group = worker.mesh.data
         if state.handles:
             return _wait(replica, worker, state)
+        if self.sharded and group.size > 1:
+            return replica.reduce_scatter_gradients(group)
         if not replica.has_mean and self.compress != "none":
             compression.mean_gradients(self, replica, worker, state)()
         if self.combine == "mean" or group.size == 1 or replica.has_mean:
@@ -136,7 +159,7 @@ class AllReduce(CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: AllReduceState) -> StepResult:
-        if self.overlap or self.combine == "adasum" or replica.has_mean:
+        if self.overlap or self.sharded or self.combine == "adasum" or replica.has_mean:
             self.mean_gradients(replica, worker, state)
         else:
             remember = compression.mean_gradients(self, replica, worker, state)

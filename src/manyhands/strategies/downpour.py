@@ -74,7 +74,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     rule: str = "add"
     """What the server does with a push: add the update; `adagrad` takes gradients, as the paper does, where the rate is
     hard to choose; any elementwise torch optimizer (sgd, adam, …) takes a step along the update, where adding is
-    unstable."""
+    unstable; a rule of your own, file.py:Name, gets the update."""
     outer_rate: float | None = None
     """The rate of that rule; none is 1 for sgd (with which it adds), and torch's own default for the others (adagrad:
     0.01). Lower it when the loss explodes; `add` has none."""
@@ -105,11 +105,14 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     def _check_rule(self) -> None:
         known = ("add", "adagrad", *(name.lower() for name in ELEMENTWISE if name != "Adagrad"))
-        if self.rule not in known:
-            raise BadInput(f"strategy downpour: rule must be one of {', '.join(known)}; not {self.rule!r}")
-        if self.rule == "add" and (self.outer_rate is not None or self.outer_momentum):
+        own = ".py:" in self.rule
+        if self.rule not in known and not own:
             raise BadInput(
-                "strategy downpour: rule add has no outer_rate and no outer_momentum: leave them out, or use rule=sgd"
+                f"strategy downpour: rule must be one of {', '.join(known)}, or your own, file.py:Name; not {self.rule!r}"
+            )
+        if (self.rule == "add" or own) and (self.outer_rate is not None or self.outer_momentum):
+            raise BadInput(
+                f"strategy downpour: rule {self.rule} has no outer_rate and no outer_momentum: leave them out, or use rule=sgd"
             )
         if self.outer_momentum and self.rule not in ("sgd", "rmsprop"):
             raise BadInput(
@@ -119,8 +122,8 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def server(self) -> ServerSpec:
-        if self.rule == "add":
-            return ServerSpec(rule="add", bound=self.bound, compress=self.compress)
+        if self.rule == "add" or ".py:" in self.rule:
+            return ServerSpec(rule=self.rule, bound=self.bound, compress=self.compress)
         if self.rule == "adagrad":
             return ServerSpec(rule="adagrad", bound=self.bound, options={"rate": self._rate()}, compress=self.compress)
         options = {"optimizer": _optimizer(self.rule), "rate": self._rate(), "momentum": self.outer_momentum}

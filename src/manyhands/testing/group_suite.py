@@ -39,9 +39,9 @@ def expect(condition: bool, message: str) -> None:
         raise CheckFailed(message)
 
 
-def checks_of(module: Mapping[str, Any]) -> dict[str, Any]:
+def checks_of(module: Mapping[str, Any], prefix: str = "check_") -> dict[str, Any]:
     """{name: check_name} of a module's globals(), in the order in which they are written."""
-    return {name.removeprefix("check_"): check for name, check in module.items() if name.startswith("check_")}
+    return {name.removeprefix(prefix): check for name, check in module.items() if name.startswith(prefix)}
 
 
 def vector(rank: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -15,7 +15,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import permutations
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from manyhands.comm.codecs import Codec, codec_of
 from manyhands.comm.reducing import naive_mean
 from manyhands.server.base import Encoded, Pushed, Server, ServerSpec
+from manyhands.server.pushes import Push
+from manyhands.server.rules import make_rule
 from manyhands.server.shard_ranges import parts_of
 from manyhands.testing.group_suite import CheckFailed, checks_of, expect, expect_refused, vector
 from manyhands.testing.threads import ScriptedTurns
@@ -331,41 +334,13 @@ def check_traffic(open_servers: OpenServers) -> None:
 def check_shards_agree(open_servers: OpenServers) -> None:
     """Any number of shards, also more than elements, gives the same center bit for bit, with every rule."""
     for rule, options in RULES.items():
-        centers = []
-        for shards in (1, 3, D + 1):
-            with training(open_servers, ServerSpec(rule=rule, options=options), 2, shards, vector(5, D)) as servers:
-                for turn, rank in enumerate((0, 1, 1, 0, 0)):
-                    if turn < 3:
-                        pulled(servers[rank])
-                    servers[rank].push(vector(turn, D))
-                centers.append(center_of(servers[0]))
-        for center in centers[1:]:
-            expect_equal(center, centers[0], f"the center of several shards and of one, rule {rule}")
+        RULE_SUITE["shards_agree"](open_servers, ServerSpec(rule=rule, options=options))
 
 
 def check_capture(open_servers: OpenServers) -> None:
     """A server restored from a snapshot, with another number of shards, continues as if it had not been interrupted."""
     for rule, options in RULES.items():
-        spec = ServerSpec(rule=rule, options=options)
-        with training(open_servers, spec, 2, 3, vector(5, D)) as (a, _):
-            for turn in range(3):
-                a.push(vector(turn, D))
-            a.deactivate()
-            snapshot = a.capture()
-            expect(bool(snapshot.numbers), "a snapshot without numbers: the version is missing")
-            expect_equal(snapshot.vectors["center"], center_of(a), "the center of a snapshot")
-            a.activate()
-            pulled(a)
-            a.push(vector(9, D))
-            wanted = center_of(a)
-        with open_servers(spec, 2, 2) as (a, b):
-            b.restore(snapshot)
-            a.initialize(vector(0, D))
-            a.activate()
-            expect_equal(pulled(a), snapshot.vectors["center"], f"the restored center, rule {rule}")
-            a.push(vector(9, D))
-            expect_equal(center_of(b), wanted, f"the center of a server that was restored, rule {rule}")
-            expect(a.drain_journal()["pushes"] == [[4, 4]], "the versions of a restored server do not go on")
+        RULE_SUITE["capture"](open_servers, ServerSpec(rule=rule, options=options))
 
 
 def check_dtypes(open_servers: OpenServers) -> None:
@@ -493,18 +468,13 @@ def check_quorum_late(open_servers: OpenServers) -> None:
 
 def check_weight_zero(open_servers: OpenServers) -> None:
     """A push of weight 0 changes nothing in any rule, including NaN; rules that answer answer it. (CASE 27)"""
-    nothing = torch.full((D,), math.nan, dtype=torch.float64)
     for rule, options in RULES.items():
-        with training(open_servers, ServerSpec(rule=rule, options=options), 2, 2, vector(5, D)) as (a, b):
-            pulled(a)
-            pulled(b)
-            pushed = a.push(nothing, 0.0)
-            if rule == "elastic":
-                expect_equal(_answer(pushed), torch.zeros(D, dtype=torch.float64), "the elastic difference of nothing")
-            expect_equal(center_of(a), vector(5, D), f"the center after a push of weight 0, rule {rule}")
-            b.push(vector(1, D))
-            expect(b.drain_journal()["staleness"] == [0], f"a push of weight 0 made another worker stale, rule {rule}")
-            expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 changed the rule's state, rule {rule}")
+        RULE_SUITE["weight_zero"](open_servers, ServerSpec(rule=rule, options=options))
+    nothing = torch.full((D,), math.nan, dtype=torch.float64)
+    with training(open_servers, ServerSpec(rule="elastic", options=RULES["elastic"]), 1, 2, vector(5, D)) as (server,):
+        pulled(server)
+        zeros = torch.zeros(D, dtype=torch.float64)
+        expect_equal(_answer(server.push(nothing, 0.0)), zeros, "the elastic difference of nothing")
     with training(open_servers, quorum(0), 2) as servers:
         got = run_clients(servers, lambda rank, server: server.push(vector(0, D) if rank else nothing, float(rank), 2))
         for pushed in got:
@@ -621,3 +591,103 @@ def encode(codec: Codec, update: Tensor, shards: int) -> Encoded:
 
 SERVER_SUITE: dict[str, Callable[[OpenServers], None]] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""
+
+
+# -- a rule --------------------------------------------------------------------------------------------------------------
+
+
+def rule_shards_agree(open_servers: OpenServers, spec: ServerSpec) -> None:
+    """Any number of shards, also more than elements, gives the same center bit for bit: element i depends on elements i."""
+    centers = []
+    for shards in (1, 3, D + 1):
+        with training(open_servers, spec, 2, shards, vector(5, D)) as servers:
+            for turn, rank in enumerate((0, 1, 1, 0, 0)):
+                if turn < 3:
+                    pulled(servers[rank])
+                servers[rank].push(vector(turn, D))
+            centers.append(center_of(servers[0]))
+    for center in centers[1:]:
+        expect_equal(center, centers[0], f"the center of several shards and of one, rule {spec.rule}")
+
+
+def rule_capture(open_servers: OpenServers, spec: ServerSpec) -> None:
+    """A server restored from a snapshot, with another number of shards, continues as if it had not been interrupted:
+    what the rule remembers is in its `vectors` and `numbers`."""
+    with training(open_servers, spec, 2, 3, vector(5, D)) as (a, _):
+        for turn in range(3):
+            a.push(vector(turn, D))
+        a.deactivate()
+        snapshot = a.capture()
+        expect(bool(snapshot.numbers), "a snapshot without numbers: the version is missing")
+        expect_equal(snapshot.vectors["center"], center_of(a), "the center of a snapshot")
+        a.activate()
+        pulled(a)
+        a.push(vector(9, D))
+        wanted = center_of(a)
+    with open_servers(spec, 2, 2) as (a, b):
+        b.restore(snapshot)
+        a.initialize(vector(0, D))
+        a.activate()
+        expect_equal(pulled(a), snapshot.vectors["center"], f"the restored center, rule {spec.rule}")
+        a.push(vector(9, D))
+        expect_equal(center_of(b), wanted, f"the center of a server that was restored, rule {spec.rule}")
+        expect(a.drain_journal()["pushes"] == [[4, 4]], "the versions of a restored server do not go on")
+
+
+def rule_weight_zero(open_servers: OpenServers, spec: ServerSpec) -> None:
+    """A push of weight 0 changes nothing, including NaN. (CASE 27)"""
+    nothing = torch.full((D,), math.nan, dtype=torch.float64)
+    with training(open_servers, spec, 2, 2, vector(5, D)) as (a, b):
+        pulled(a)
+        pulled(b)
+        a.push(nothing, 0.0)
+        expect_equal(center_of(a), vector(5, D), f"the center after a push of weight 0, rule {spec.rule}")
+        b.push(vector(1, D))
+        expect(b.drain_journal()["staleness"] == [0], f"a push of weight 0 made another worker stale, rule {spec.rule}")
+        expect(bool(center_of(a).isfinite().all()), f"a push of weight 0 changed the rule's state, rule {spec.rule}")
+
+
+def rule_in_step(open_servers: OpenServers, spec: ServerSpec) -> None:
+    """At bound 0 the pushes of a tick are one version, the same bits in whatever order they come."""
+    answers = make_rule(spec).answers  # then a push waits for the others
+    centers = []
+    for order in [(0, 1, 2)] if answers else permutations(range(3)):
+        turns = ScriptedTurns(order)
+
+        def program(rank: int, server: Server, turns: ScriptedTurns = turns) -> None:
+            with nullcontext() if answers else turns.take(rank):
+                server.push(vector(rank, D), rank + 1.0)
+            server.tick()
+            server.deactivate()
+
+        with training(open_servers, replace(spec, bound=0), 3, 2, vector(5, D)) as servers:
+            for server in servers:
+                pulled(server)
+            run_clients(servers, program)
+            centers.append(center_of(servers[0]))
+            versions = [server.drain_journal()["pushes"] for server in servers]
+            expect(versions == [[[1, 1]]] * 3, f"the pushes of a tick made the versions {versions}, rule {spec.rule}")
+    for center in centers[1:]:
+        expect_equal(center, centers[0], f"the center when pushes come in another order, rule {spec.rule}")
+
+
+def rule_leaves_the_old_center_whole(open_servers: OpenServers, spec: ServerSpec) -> None:
+    """`merge` reads `old` and writes `new`, which may be one memory: readers of `old` see no half of the next."""
+    found = []
+    for apart in (True, False):
+        rule, old = make_rule(spec), vector(5, D)
+        rule.start(old)
+        for worker in range(2):
+            rule.look(worker)
+        center = vector(5, D) if rule.keeps_pulled else None
+        new = torch.full_like(old, math.nan) if apart else old
+        rule.merge(old, new, [Push(worker, vector(worker, D), 1.0, pulled=center) for worker in range(2)])
+        if apart:
+            expect_equal(old, vector(5, D), f"the old center after a merge into other memory, rule {spec.rule}")
+        found.append(new)
+    expect_equal(found[1], found[0], f"the next center, written over the old one and beside it, rule {spec.rule}")
+
+
+RULE_SUITE: dict[str, Callable[[OpenServers, ServerSpec], None]] = checks_of(globals(), "rule_")
+"""The conformance suite of a server rule that changes the center: check(open_servers, spec) for each. A rule of the
+user's own is listed first, `manyhands.engines.own_rules.list_rule(spec)`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import manyhands as mh
 import plain
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.own_loop.launch import launch
+
+RULE = f"{Path(__file__).parents[2] / 'server/rules/own_rule.py'}:Half"
 
 pytestmark = pytest.mark.usefixtures("credentials", "nothing_is_left")
 
@@ -36,7 +39,7 @@ def train() -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["downpour", "easgd:bound=0,period=2"])
+@pytest.mark.parametrize("strategy", ["downpour", "easgd:bound=0,period=2", f"downpour:rule={RULE}"])
 def test_a_server_and_leases_across_hosts(strategy: str) -> None:
     engine = Hosts(local_workers=1)
     run = Run(engine, joined_by(1))

@@ -110,7 +110,7 @@ class Driver:
             "threads": self.spec.threads_per_worker,
             "device": self.spec.device,
             "timeout_s": self.spec.timeout_s,
-            "server": None if self.spec.server is None else vars(self.spec.server),
+            "server": self._server_fields(),
             "servers": self.spec.shards,
         }
         if self.faults:
@@ -125,6 +125,13 @@ class Driver:
             self._keep_for_hosts_to_come(shared, fd)
         finally:
             os.close(fd)
+
+    def _server_fields(self) -> dict[str, Any] | None:
+        if self.spec.server is None:
+            return None
+        from manyhands.engines.own_rules import to_fields  # it loads torch
+
+        return to_fields(self.spec.server)
 
     def _keep_for_hosts_to_come(self, shared: dict[str, Any], program: int) -> None:
         """With what they will be started."""

@@ -30,10 +30,11 @@ from manyhands.engines.local.heartbeat import BrokenOff, PlaceInGroup, ProcessDr
 from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status, connect_s, last_resort_s
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.make_group import Topology, make_group
+from manyhands.engines.own_rules import from_fields
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
 from manyhands.events import Event
-from manyhands.server.base import Server, ServerSpec
+from manyhands.server.base import Server
 from manyhands.server.client import ServedServer
 from manyhands.server.replication.copy_host import Orders, serve_copy
 from manyhands.server.shard_host import serve
@@ -242,7 +243,7 @@ def _server(place: ProcessPlace, driver: ProcessDriverClient) -> Server | None:
             channels.append(shard_channel(place, driver, shard))
         else:
             channels.append(_channel(place, place.channels[shard], shard_of(shard)))
-    return ServedServer(ServerSpec(**place.server), channels, hosts=hosts)
+    return ServedServer(from_fields(place.server), channels, hosts=hosts)
 
 
 def _server_of_views(place: ProcessPlace, driver: ProcessDriverClient, hosts: Sequence[str]) -> Server:
@@ -261,7 +262,7 @@ def _server_of_views(place: ProcessPlace, driver: ProcessDriverClient, hosts: Se
             with suppress(ChannelClosed, ChannelTimeout):  # the driver hears of its end, and names another one
                 return reach_shard(place, shard, answer)
 
-    return ServedServer(ServerSpec(**place.server), connect=connect, shards=place.servers, hosts=hosts)
+    return ServedServer(from_fields(place.server), connect=connect, shards=place.servers, hosts=hosts)
 
 
 def _channel(place: ProcessPlace, fd: int, peer: int) -> Channel:
@@ -286,7 +287,7 @@ def _serve(place: ProcessPlace, driver: ProcessDriverClient) -> None:
 
             listener = copy_listener(place, driver)
         serve_copy(
-            ServerSpec(**place.server),
+            from_fields(place.server),
             shard=shard_of(place.process_index) % place.servers,
             workers=place.survive,
             process_index=place.process_index,
@@ -304,7 +305,7 @@ def _serve(place: ProcessPlace, driver: ProcessDriverClient) -> None:
 
         listener = shard_listener(place, driver)
     serve(
-        ServerSpec(**place.server),
+        from_fields(place.server),
         shard=shard_of(place.process_index),
         shards=place.servers,
         workers=place.size,

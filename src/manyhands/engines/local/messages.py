@@ -165,7 +165,7 @@ class ProcessPlace:
     threads: int
     device: str
     timeout_s: float
-    server: dict[str, Any] | None  # the fields of a ServerSpec
+    server: dict[str, Any] | None  # of `own_rules.to_fields`
     servers: int  # shards of it, on all hosts
     faults: str = ""  # of the run's workers, at their steps
     survive: int = 0  # so many workers may take part, and members may change: this one begins alone; 0: they never do

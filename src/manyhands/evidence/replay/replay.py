@@ -16,6 +16,7 @@ from torch import Tensor
 from manyhands import strategies, tasks, units
 from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
+from manyhands.engines.own_rules import is_own, list_rule
 from manyhands.engines.sim.costs import Costs
 from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
@@ -96,6 +97,11 @@ def replay(
             f"strategy {rule.name} is synchronous: train again with the same seed, which gives the same bits; only "
             "asynchronous runs need a replay"
         )
+    if strategy is None and is_own(spec.rule):
+        raise BadInput(
+            f"the run's server has the rule {spec.rule}, which is code: name it, if you trust it, by strategy={named!r} (--strategy)"
+        )
+    list_rule(spec)
     workers, info = settings["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")

@@ -5,7 +5,7 @@ Accumulated gradient normalisation (`agn`) has no rule: the worker divides by it
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from manyhands.errors import UnknownName
 from manyhands.server.base import ServerSpec
@@ -33,13 +33,19 @@ RULES: dict[str, type[Rule]] = {
 }
 """All rules by name."""
 
+OWN: dict[str, type[Rule]] = {}
+"""Those of users' own, `file.py:Name`, as the process that launched a run has listed them: see `engines/own_rules.py`."""
+
 
 def make_rule(spec: ServerSpec) -> Rule:
     """The rule that a spec names, with its options; UnknownName where there is no such rule or option."""
-    kind = RULES.get(spec.rule)
+    kind = RULES.get(spec.rule) or OWN.get(spec.rule)
     if kind is None:
-        raise UnknownName(f"no rule {spec.rule!r}: the rules of a server are {', '.join(RULES)}")
-    names = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]  # every rule is a dataclass
+        raise UnknownName(
+            f"no rule {spec.rule!r}: the rules of a server are {', '.join(RULES)}, and those of your own, file.py:Name, that "
+            "the process which launches the run names"
+        )
+    names: list[str] = [f.name for f in fields(kind) if f.init] if is_dataclass(kind) else []
     for name in spec.options:
         if name not in names:
             raise UnknownName(f"rule {spec.rule!r} has no option {name!r}: it has {', '.join(names) or 'none'}")

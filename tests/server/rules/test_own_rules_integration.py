@@ -1,0 +1,59 @@
+"""A server rule of one's own on each engine: plain SGD with half of each update is SGD at half the rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from own_rule import RULE
+
+import manyhands as mh
+import plain
+from manyhands.engines.base import Engine
+from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
+
+
+def trained(engine: Engine | str, rule: str, rate: float, *, bound: str = "bound=0", **options: object) -> torch.Tensor:
+    task = plain.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=rate))
+    strategy = f"downpour:{bound},rule={rule}"
+    run = mh.train(task, engine=engine, strategy=strategy, **({"workers": 2, "servers": 2} | options))  # type: ignore[arg-type]
+    return plain.flat(run.model)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> torch.Tensor:
+    return trained(Sim(), "add", 0.01)
+
+
+def test_on_processes_here(local: Local, wanted: torch.Tensor) -> None:
+    assert (trained(local, RULE, 0.02) - wanted).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+def test_with_copies_of_the_shards(local: Local, wanted: torch.Tensor) -> None:
+    assert (trained(local, RULE, 0.02, survive="copies=2") - wanted).abs().max() < 1e-12
+
+
+def test_in_the_simulator_and_alone(wanted: torch.Tensor) -> None:
+    assert (trained(Sim(), RULE, 0.02) - wanted).abs().max() < 1e-12
+    alone = [trained("auto", rule, rate, workers=1, servers=1) for rule, rate in ((RULE, 0.02), ("add", 0.01))]
+    assert (alone[0] - alone[1]).abs().max() < 1e-12
+
+
+def test_replayed_once_it_is_named(local: Local, tmp_path: Path) -> None:
+    parameters = trained(local, RULE, 0.02, bound="bound=none", run_dir=tmp_path)
+    strategy = f"downpour:rule={RULE}"
+    task = plain.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02))
+    with pytest.raises(mh.BadInput, match="name it, if you trust it"):
+        mh.replay(tmp_path, task=task)
+    replayed = mh.replay(tmp_path, task=task, strategy=strategy)
+    assert replayed.identical
+    assert parameters.isfinite().all()
+
+
+def test_a_rule_that_is_none_is_refused_before_anything_starts(local: Local) -> None:
+    file = RULE.rpartition(":")[0]
+    with pytest.raises(mh.UnknownName, match="has no 'Halves'.*did you mean 'Half'"):
+        trained(local, f"{file}:Halves", 0.02)

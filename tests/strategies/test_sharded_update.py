@@ -1,0 +1,180 @@
+"""`allreduce:sharded=true`: each worker steps its part, and N workers are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manyhands as mh
+import plain
+from manyhands.comm.checks import slice_of
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import BadInput, NotFinite, Unsupported
+from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.session import Session
+from manyhands.replica.replica import Replica
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
+from manyhands.worker import Worker
+
+SHARDED = "allreduce:sharded=true"
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    **plain.OPTIMIZERS,
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, fused=True),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, momentum=0.5, centered=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),
+    "groups": lambda m: torch.optim.AdamW([{"params": m[0].parameters(), "lr": 1e-3}, {"params": m[2].parameters()}]),
+}
+
+
+def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+
+
+def task(optimizer: str = "adamw", **fields: Any) -> mh.Task:
+    given = {"optimizer": OPTIMIZERS[optimizer], "schedule": cosine, "clip_norm": 0.5, "epochs": 3}
+    return plain.task(**(given | fields))
+
+
+def trained(optimizer: str, workers: int, strategy: str = SHARDED, **options: Any) -> mh.Run:
+    return mh.train(task(optimizer), engine=Sim(), strategy=strategy, workers=workers, **options)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_n_workers_are_one(optimizer: str, workers: int) -> None:
+    """39 rows in batches of 12, the last of 3; clipped, with a schedule."""
+    one = plain.flat(mh.train(task(optimizer), workers=1).model)
+    assert (plain.flat(trained(optimizer, workers).model) - one).abs().max() < 1e-10
+
+
+def test_a_model_with_a_branch_that_rarely_has_a_gradient() -> None:
+    """Its parameters are stepped when one of the workers has a gradient, and then alone."""
+    fields = {"model": lambda: plain.Branches().double(), "optimizer": OPTIMIZERS["adamw"]}
+    one = plain.flat(mh.train(plain.task(**fields), workers=1).model)
+    got = plain.flat(mh.train(plain.task(**fields), engine=Sim(), strategy=SHARDED, workers=2).model)
+    other = plain.flat(mh.train(plain.task(**fields), engine=Sim(), strategy="allreduce", workers=2).model)
+    assert (got - other).abs().max() < 1e-12
+    assert (got - one).abs().max() > 0  # there each worker's branch follows its own rows
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_bytes_are_those_of_all_reduce_and_state_is_divided(workers: int) -> None:
+    def program(worker: Worker, strategy: str) -> tuple[int, int, int]:
+        chosen = strategy_of(strategy)
+        replica = Replica.of(plain.mlp, OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
+        state = plain.started(chosen, replica, worker)
+        start = worker.group.ledger.total_bytes
+        for tick in range(3):
+            replica.begin_tick()
+            replica.backward(plain.rows(6, seed=tick * workers + worker.rank))
+            chosen.exchange(replica, worker, state)
+        tensors = [t for held in replica.optimizer.state.values() for t in held.values() if t.dim()]
+        return worker.group.ledger.total_bytes - start, sum(t.numel() for t in tensors), replica.parameters.numel
+
+    sharded = together(workers, lambda worker: program(worker, SHARDED))
+    whole = together(workers, lambda worker: program(worker, "allreduce"))
+    padded = sharded[0][2]
+    assert sum(one[1] for one in sharded) == whole[0][1] == 2 * 84  # two moments, each on one worker
+    for rank, one in enumerate(sharded):
+        low, high = slice_of(rank, workers, padded)
+        assert one[1] <= 2 * (high - low)
+    words = 3 * workers * (workers - 1) * 8  # whether a part of the gradient is not finite
+    rounding = 3 * workers * (workers - 1) * 8 * (-padded % workers and 1)
+    assert sum(one[0] for one in sharded) - sum(one[0] for one in whole) <= 2 * words + rounding
+
+
+def test_a_gradient_that_is_not_finite_ends_all_workers_alike() -> None:
+    def program(worker: Worker) -> str:
+        chosen = strategy_of(SHARDED)
+        replica = Replica.of(plain.mlp, OPTIMIZERS["sgd"], group=worker.group, loss=plain.cross_entropy)
+        state = plain.started(chosen, replica, worker)
+        replica.begin_tick()
+        x, y = plain.rows(6, seed=worker.rank)
+        replica.backward((x * (float("nan") if worker.rank == 1 else 1.0), y))
+        try:
+            chosen.exchange(replica, worker, state)
+        except NotFinite:
+            return "not finite"
+        return "stepped"
+
+    assert together(3, program) == ["not finite"] * 3
+
+
+def test_what_a_worker_without_weight_computed_does_not_count() -> None:
+    def program(worker: Worker) -> Tensor:
+        chosen = strategy_of(SHARDED)
+        replica = Replica.of(plain.mlp, OPTIMIZERS["sgd"], group=worker.group, loss=plain.cross_entropy)
+        state = plain.started(chosen, replica, worker)
+        replica.begin_tick()
+        replica.backward(plain.rows(6))
+        if worker.rank:
+            replica.weight = 0.0
+            replica.gradients.fill_(float("nan"))
+        chosen.exchange(replica, worker, state)
+        return plain.flat(replica.model).clone()
+
+    torch.manual_seed(0)
+    first, second = together(2, program)
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "groups", "momentum"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((SHARDED, 3), (SHARDED, 2)), ((SHARDED, 2), (SHARDED, 4)), ((SHARDED, 2), ("allreduce", 1)), (("allreduce", 1), (SHARDED, 3)), ((SHARDED, 3), (SHARDED, 3))],
+)  # fmt: skip
+def test_a_checkpoint_is_resumed_with_another_number_of_workers(
+    optimizer: str, first: tuple[str, int], then: tuple[str, int], tmp_path: Path
+) -> None:
+    for number, (strategy, workers) in enumerate((first, then)):
+        engine = Sim() if workers > 1 else "auto"
+        fields = {"max_steps": 6} if number == 0 else {}
+        given = task(optimizer, schedule=None, **fields)
+        run = mh.train(given, engine=engine, strategy=strategy, workers=workers, run_dir=tmp_path, resume=number == 1)
+    one = plain.flat(mh.train(task(optimizer, schedule=None), workers=1).model)
+    assert (plain.flat(run.model) - one).abs().max() < 1e-10
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for option in ("compress=int8", "overlap=true", "combine=adasum"):
+        with pytest.raises(BadInput, match="sharded gives each worker its part of the mean alone"):
+            strategy_of(f"{SHARDED},{option}")
+
+    def own_loop(worker: Worker) -> None:
+        model = plain.mlp()
+        prepare_on(Session(worker), model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=SHARDED)
+
+    with pytest.raises(Unsupported, match="use mh.train, or leave sharded out"):
+        together(2, own_loop)
+    with pytest.raises(BadInput, match="the optimizer's state of a part of the parameters is on one worker alone"):
+        mh.train(task(), strategy=SHARDED, workers=2, engine="local", survive="max_losses=1")
+
+
+class ByNorm(torch.optim.SGD):
+    """Not elementwise: the step depends on the norm of the parameter's gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor"),
+        (lambda m: ByNorm(m.parameters(), lr=0.1), "ByNorm"),
+        (lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]), "Muon"),
+    ],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused_by_name(make: Make, name: str) -> None:
+    with pytest.raises(BadInput, match=rf"sharded=true needs an elementwise optimizer.*and {name} "):
+        mh.train(plain.task(optimizer=make), engine=Sim(), strategy=SHARDED, workers=2)
