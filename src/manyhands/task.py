@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from manyhands.errors import BadInput, UnknownName, is_number, is_whole
 from manyhands.worker_callback import WorkerCallbackFactory
 
+CONVEX = "convex"
 PRECISIONS = ("float32", "bf16-mixed")
 Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
 Loss = Callable[[nn.Module, Any], Measure]
@@ -86,6 +87,9 @@ class Task:
     parameters are those of `model`, by name and shape, or slices of them: `model` holds the answer."""
     worker_callback: WorkerCallbackFactory | None = None
     """Callbacks on every worker (`mh.keras.task` uses them); `callbacks` of train() run on the driver."""
+    optimum: Any = None
+    """The trainable parameters with which the loss over all training rows is least, {name: tensor}: `mh.compare` then says
+    how far each variant ends from them. "convex": the loss is convex and smooth, and full-batch L-BFGS finds them."""
     name: str = "task"
     """How the summary calls it."""
 
@@ -107,6 +111,10 @@ class Task:
             raise BadInput(f"loader_processes must be a whole number of at least 0, not {self.loader_processes!r}")
         if not isinstance(self.shuffle, bool):
             raise BadInput(f"shuffle must be True or False, not {self.shuffle!r}")
+        if not (self.optimum is None or self.optimum == CONVEX or isinstance(self.optimum, Mapping)):
+            raise BadInput(
+                f'optimum must be {{name: tensor}} of the trainable parameters, or "{CONVEX}", not {named(self.optimum)}'
+            )
         if not isinstance(self.name, str):
             raise BadInput(f"name must be a text, not {self.name!r}")
 

@@ -16,7 +16,7 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Change, State, StepResult
 from manyhands.strategies.local_sgd import LocalSGD
 from manyhands.testing.group_suite import CheckFailed
-from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE
+from manyhands.testing.strategy_suite import OWN_LOOP_SUITE, SIZES, STRATEGY_SUITE
 from manyhands.worker import Worker
 
 STRATEGIES: dict[
@@ -102,6 +102,20 @@ def test_a_strategy_passes(spec: str, check: str) -> None:
     """CASES 1, 18, 19, 25, 27"""
     sizes = (1,) if spec == "quorum:backups=1" and check in RACES else STRATEGIES[spec]
     STRATEGY_SUITE[check](strategy_of(spec), sizes=sizes)
+
+
+OWN_LOOPS = [
+    pytest.param(s, c, marks=pytest.mark.slow if ":" in s else ())
+    for s in STRATEGIES
+    for c in OWN_LOOP_SUITE
+    if s != "allreduce:sharded=true" and (c != "plain_loop" or s.partition(":")[0] in EXACT)
+]
+
+
+@pytest.mark.parametrize(("spec", "check"), OWN_LOOPS)
+def test_a_strategy_passes_in_a_loop_of_ones_own(spec: str, check: str) -> None:
+    sizes = (1,) if spec == "quorum:backups=1" and check in RACES else STRATEGIES[spec]
+    OWN_LOOP_SUITE[check](strategy_of(spec), sizes=sizes)
 
 
 def test_every_strategy_of_the_catalogue_has_a_row() -> None:

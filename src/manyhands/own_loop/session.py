@@ -269,7 +269,8 @@ class Pair:
         self.together = self.worker.size > 1
         self.leasing = strategy.leasing() if self.together else None
         self._server = self.worker.server if strategy.server() is not None else None
-        self._agrees = self.together or strategy.needs.before_gradient  # the strategy does something at an epoch's end
+        looks = self._server is not None or strategy.needs.before_gradient
+        self._agrees = self.together or looks  # alone, other strategies do nothing at an epoch's end
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.comm import threads
 from manyhands.data.sharding import slice_of
+from manyhands.own_loop.session import Pair, Session
 from manyhands.replica.control_bits import MORE, STOP
 from manyhands.replica.replica import Replica
 from manyhands.server.in_process import InProcessServers
@@ -129,6 +131,53 @@ class StrategyWorker:
         return held
 
 
+class PreparedWorker(StrategyWorker):
+    """One worker in a loop of the user's own, whose model was prepared."""
+
+    def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        self.strategy, self.worker, self.tick, self.active = strategy, worker, 0, False
+        self.session = Session(worker)
+        self.session._began = True  # workers are threads, with one random state: none seeds it for itself
+        model = tiny_model(worker.rank)
+        worker.clock = lambda: SECONDS_A_TICK * (self.pair.replica.tick + 1)
+        self.pair = Pair(self.session, model, adamw(model), strategy)
+        self.replica, self.state = self.pair.replica, self.pair.state
+
+    def run_tick(self, batch: Batch | None, *, idle: bool = False, more: bool = True, stop: bool = False) -> bool:
+        """As a loop body; a worker without rows has some that count nothing."""
+        if not self.active:
+            self.pair.enter()
+        self.active, rows = True, 0 if batch is None else len(batch[0])
+        self.pair.look_ahead()
+        step, self.tick = self.replica.step, self.tick + 1
+        self.session.state_weight(float(rows))
+        squared_error(self.replica.model, global_batch(0) if batch is None else batch).backward()
+        self.replica.optimizer.step()
+        self.replica.optimizer.zero_grad()
+        expect(self.replica.step - step <= 1, f"one step() made {self.replica.step - step} steps, expected one at most")
+        return True
+
+    def finish(self) -> None:
+        self.barrier()
+        self.pair.finish()
+        self.active = False
+        self.barrier()
+
+
+_kind: type[StrategyWorker] = StrategyWorker
+
+
+@contextmanager
+def in_a_prepared_loop() -> Iterator[None]:
+    """Within, checks train in a loop of the user's own (`mh.prepare`) instead of on that of `mh.train`."""
+    global _kind
+    before, _kind = _kind, PreparedWorker
+    try:
+        yield
+    finally:
+        _kind = before
+
+
 def tiny_model(rank: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     generator = torch.Generator().manual_seed(rank)
@@ -158,7 +207,7 @@ def run_workers(strategy: Strategy, size: int, program: Callable[[StrategyWorker
     served = strategy.server()
     clients = InProcessServers(served, size, timeout_s=threads.DEADLINE_S).clients if served is not None else ()
     try:
-        return together(size, lambda worker: program(StrategyWorker(strategy, worker)), clients)
+        return together(size, lambda worker: program(_kind(strategy, worker)), clients)
     except threading.BrokenBarrierError:
         problem = "hung: some ranks called the group where others did not; expected the same calls on all ranks"
         raise CheckFailed(f"{strategy} on {size} workers {problem}") from None
@@ -495,3 +544,19 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 STRATEGY_SUITE: dict[str, StrategyCheck] = checks_of(globals())
 """All checks by name, in the order in which they are written above."""
+
+_OF_TRAIN_ALONE = ("description", "streams", "stop", "resume")  # an own loop ends, stops and saves by itself
+
+
+def _prepared(check: StrategyCheck) -> StrategyCheck:
+    def examine(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
+        with in_a_prepared_loop():
+            check(strategy, sizes)
+
+    return examine
+
+
+OWN_LOOP_SUITE: dict[str, StrategyCheck] = {
+    name: _prepared(check) for name, check in STRATEGY_SUITE.items() if name not in _OF_TRAIN_ALONE
+}
+"""The same checks of the same strategy in a prepared loop."""

@@ -72,7 +72,10 @@ def charts(comparison: Comparison) -> list[tuple[Chart, ...]]:
             chart(over_rows, metric_over_rows, "Who learns most from the same rows?"),
         ),
         (chart(bars.time_split(comparison), time_split, "Where does the time of each worker go?", parts=parts),),
-        (chart(figures.speed_up(comparison), speed_up, "How much faster do more workers make it?"),),
+        (
+            chart(figures.speed_up(comparison), speed_up, "How much faster do more workers make it?"),
+            chart(figures.time_to_target(comparison), time_to_target, "How soon do more workers reach the target?"),
+        ),
         (
             chart(apart_in_rows, distance_over_rows, "How far from solo do they end up?"),
             chart(apart_in_time, distance_over_time, "Do they come back to solo?"),
@@ -250,6 +253,24 @@ def speed_up(comparison: Comparison) -> str:
         text = f"{best.name} is fastest, {units.times(known[best])} as fast as {one}, {share} of the ideal"
     threads = found.get(solos[-1]) if len(solos) > 1 else None
     return f"{text}; {solos[-1].name} alone gets {units.times(threads)}." if threads else f"{text}."
+
+
+def time_to_target(comparison: Comparison) -> str:
+    """Who reaches the target soonest, and who never."""
+    if comparison.target is None or not comparison.solos:
+        return ""
+    first = comparison.solos[0].name
+    found = measures.middles(comparison, "target_seconds")
+    others = {name: seconds for name, seconds in found.items() if not comparison.variant(name).solo}
+    never = [one.name for one in comparison.variants if comparison.of(one.name) and one.name not in found]
+    late = f" Not in every repeat: {units.named(never)}." if never else ""
+    if not others:
+        return late.strip()
+    soonest = min(others, key=others.__getitem__)
+    text = f"{soonest} reaches {comparison.target} soonest, after {units.even_duration(others[soonest])}"
+    if first in found:
+        text += f"; {first} after {units.even_duration(found[first])}"
+    return f"{text}.{late}"
 
 
 def staleness(comparison: Comparison) -> str:

@@ -149,6 +149,8 @@ def _differences(comparison: Comparison, name: str) -> tuple[Difference, ...]:
     }
     ways |= {of: higher_is_better(of) for of in comparison.of(comparison.reference)[0].metrics}
     ways[comparison.metric] = comparison.higher
+    if comparison.optimum:
+        ways |= {"optimum_distance": False, "excess_loss": False}
     return tuple(
         measures.differ(comparison, name, comparison.reference, of, higher)
         for of, higher in ways.items()

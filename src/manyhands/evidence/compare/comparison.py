@@ -89,6 +89,10 @@ class Trial:
     """Share of rows that it and solo predict alike (classes); else 1 - |o - s| / |s| of the outputs, at least 0."""
     agreement_of: str = ""
     """classes | outputs"""
+    optimum_distance: float | None = None
+    """Of the final parameters from the task's optimum, |p - x| / |x|; |p| where x is 0."""
+    excess_loss: float | None = None
+    """Their loss over all training rows, less the optimum's."""
     timing: tuple[Mapping[str, float], ...] = ()
     """By worker: {input, compute, exchange, wait}, seconds."""
     bytes: int = 0
@@ -188,6 +192,8 @@ class Comparison:
     """The decision in a sentence or two."""
     advice: tuple[Advice, ...] = ()
     """The most important first."""
+    optimum: str = ""
+    """How the task's optimum is known, and its loss; "" where it is not."""
     simulated: Mapping[str, str] = field(default_factory=dict)
     """The cluster's options where seconds are virtual; empty: they are real."""
     facts: Mapping[str, Any] = field(default_factory=dict)

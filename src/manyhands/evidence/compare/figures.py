@@ -156,8 +156,10 @@ def speed_up(comparison: Comparison) -> Figure | None:
     """Speed-up against solo with one thread, by workers: a line a strategy, and the ideal, which is as many times as
     fast as it has threads more."""
     base = next(iter(comparison.solos), None)
-    found = {} if base is None else _by_strategy(comparison, base)
-    if base is None or not found:
+    if base is None:
+        return None
+    found = _of_strategies(comparison, lambda variant: measures.speed_up(comparison, variant.name, base.name))
+    if not found:
         return None
     variants = [variant for points in found.values() for variant, _ in points]
     counts = sorted({1, *(variant.workers for variant in variants)})
@@ -180,18 +182,58 @@ def speed_up(comparison: Comparison) -> Figure | None:
     return drawing.figure(traces, layout)
 
 
-def _by_strategy(comparison: Comparison, base: Variant) -> dict[str, list[tuple[Variant, Mean]]]:
-    """{strategy: its variants by workers, and their speed-up}, of the strategies of which any variant is drawn."""
+def time_to_target(comparison: Comparison) -> Figure | None:
+    """Seconds of training until the target, by workers: a line a strategy, from solo with one thread on; and the ideal, which
+    is solo's time divided by workers and threads. None without a target, and with one number of workers alone."""
+    base = next(iter(comparison.solos), None)
+    alone = None if base is None else _reached(comparison, base)
+    found = _of_strategies(comparison, lambda variant: _reached(comparison, variant))
+    variants = [variant for points in found.values() for variant, _ in points]
+    counts = sorted({1, *(variant.workers for variant in variants)})
+    if comparison.target is None or base is None or len(counts) < 3:
+        return None
+    x: Json = {
+        "title": {"text": "workers"},
+        "type": "log",
+        "tickvals": counts,
+        "ticktext": [str(one) for one in counts],
+    }
+    time = f"{'virtual ' if comparison.simulated else ''}seconds until {comparison.target}"
+    say = units.even_duration
+    traces = [_strategy(comparison, points, i - (len(found) - 1) / 2, say) for i, points in enumerate(found.values())]
+    layout: Json = {"xaxis": x, "yaxis": {"title": {"text": drawing.text(time)}, "type": "log"}, "height": HEIGHT}
+    if alone is not None:
+        traces = [_ideal(comparison, variants, lambda times: alone.middle / times, say), *traces]
+        layout |= drawing.level(alone.middle, base.name, colour=drawing.INK[0], log=True)
+    return drawing.figure(traces, layout)
+
+
+def _reached(comparison: Comparison, variant: Variant) -> Mean | None:
+    """Seconds until the target, of a variant that reaches it in every repeat."""
+    found = measures.mean_of(comparison, variant.name, "target_seconds")
+    return None if found is None or found.missing else found
+
+
+def _of_strategies(
+    comparison: Comparison, spread_of: Callable[[Variant], Mean | None]
+) -> dict[str, list[tuple[Variant, Mean]]]:
+    """{strategy: its variants by workers, and their number}, of the strategies of which any variant is drawn."""
     drawn = {variant.strategy for variant in measures.drawn(comparison) if not variant.solo}
     found: dict[str, list[tuple[Variant, Mean]]] = {}
     for variant in sorted(comparison.variants, key=lambda one: (one.workers, one.threads)):
-        spread = measures.speed_up(comparison, variant.name, base.name)
+        spread = spread_of(variant)
         if variant.strategy in drawn and spread is not None:
             found.setdefault(variant.strategy, []).append((variant, spread))
     return found
 
 
-def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
+def _ideal(
+    comparison: Comparison,
+    variants: Sequence[Variant],
+    of: Callable[[float], float] = float,
+    say: Callable[[float], str] = units.times,
+) -> Json:
+    """of: what is drawn of a speed-up."""
     most: dict[int, float] = {}
     for variant in variants:
         most[variant.workers] = max(most.get(variant.workers, 0.0), measures.ideal(comparison, variant))
@@ -204,19 +246,24 @@ def _ideal(comparison: Comparison, variants: Sequence[Variant]) -> Json:
         "name": "ideal",
         "showlegend": False,
         "x": [workers for workers, _ in points],
-        "y": [times for _, times in points],
+        "y": [of(times) for _, times in points],
         "text": [""] * (len(points) - 1) + ["ideal"],
         "textposition": "top left",
         "cliponaxis": False,
         "textfont": {"color": drawing.MUTED[0]},
         "line": {"color": drawing.MUTED[0], "dash": "dash", "width": 1.5},
         "marker": {"color": drawing.MUTED[0], "symbol": "diamond-open", "size": 9},
-        "hovertext": [f"ideal on {workers}: {units.times(times)}" for workers, times in points],
+        "hovertext": [f"ideal on {workers}: {say(of(times))}" for workers, times in points],
         "hoverinfo": "text",
     }
 
 
-def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], place: float) -> Json:
+def _strategy(
+    comparison: Comparison,
+    points: Sequence[tuple[Variant, Mean]],
+    place: float,
+    say: Callable[[float], str] = units.times,
+) -> Json:
     """`place` among the strategies, 0 in the middle: points of the same workers stand a little beside each other."""
     own = [drawing.styles_of(comparison)[variant.name] for variant, _ in points]
     return {
@@ -237,8 +284,7 @@ def _strategy(comparison: Comparison, points: Sequence[tuple[Variant, Mean]], pl
         "line": {"color": own[0].colour, "width": own[0].width},
         "marker": {"symbol": [one.symbol for one in own], "size": 8, "color": own[0].colour},
         "hovertext": [
-            f"<b>{drawing.text(variant.name)}</b><br>{drawing.text_of_mean(spread, units.times)}"
-            for variant, spread in points
+            f"<b>{drawing.text(variant.name)}</b><br>{drawing.text_of_mean(spread, say)}" for variant, spread in points
         ],
         "hoverinfo": "text",
     }

@@ -23,6 +23,7 @@ OF_TRIALS = frozenset(
         *GEOMETRIC,
         "launch_seconds",
         *("target_rows", "distance", "cosine", "agreement", "rows", "unused", "bytes", "most_memory", "effective_rate"),
+        *("optimum_distance", "excess_loss"),
     )
 )
 """What a trial has one number of; any other name is one of its metrics."""

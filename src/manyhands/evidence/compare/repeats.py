@@ -23,6 +23,7 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.errors import ManyhandsError, Preempted
 from manyhands.evidence.compare.comparison import Comparison, Point, Trial
 from manyhands.evidence.compare.metric import metric_of
+from manyhands.evidence.compare.optimum import Optimum, optimum_of
 from manyhands.evidence.compare.trial import FinishedTrial, Known, TrialEntry, TrialSetup, start_of, try_once, warm_up
 from manyhands.evidence.compare.variants import orders
 from manyhands.recording.run import environment
@@ -45,6 +46,7 @@ class Repeating:
     trials: list[Trial] = field(default_factory=list, init=False)
     _pace: TrialPace = field(default_factory=lambda: TrialPace(), init=False)
     _launches: int = field(default=0, init=False)
+    _optimum: Optimum | None = field(default=None, init=False)
 
     @property
     def reference(self) -> TrialEntry:
@@ -57,6 +59,7 @@ class Repeating:
         self.say("warming up")
         known = warm_up(self.setting, self.reference, self._engine_of(self.reference))
         judged, higher = metric_of(known.names, self.setting.target)
+        self._optimum = optimum = optimum_of(self.setting.task, self.say)
         complete = self._repeat_all(known, judged)
         engine = self.engine
         return Comparison(
@@ -73,6 +76,7 @@ class Repeating:
             reference=self.reference.variant.name,
             time_margin=self.time_margin,
             metric_margin=self.metric_margin,
+            optimum="" if optimum is None else f"{optimum.how}: loss {units.metric(optimum.loss)}",
             simulated=engine.facts()["simulated"] if engine.capabilities.simulated else {},
             facts=known.facts,
             machine=machine(engine, known.device),
@@ -122,8 +126,15 @@ class Repeating:
             if one.trial.failure:
                 self.say(f"{name} failed, and is not tried again: {one.trial.failure}")
             self._pace.done(name, time.monotonic() - began)
-            finished.append(one)
+            finished.append(self._placed(one))
         return compared_with_solo(finished, self.reference.variant.name, start_of(task, task.seed + repeat))
+
+    def _placed(self, one: FinishedTrial) -> FinishedTrial:
+        """With how far it is from the optimum, where both are known."""
+        if self._optimum is None or one.parameters is None:
+            return one
+        away, excess = self._optimum.distance(one.parameters), self._optimum.excess(one.parameters)
+        return replace(one, trial=replace(one.trial, optimum_distance=away, excess_loss=excess))
 
     def _engine_of(self, entry: TrialEntry) -> Engine:
         """For the next launch. Each simulated one has a seed of its own, or repeats would differ by rows alone; solo

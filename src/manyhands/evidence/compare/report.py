@@ -124,6 +124,8 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.simulated:
         options = ", ".join(f"{name} {value}" for name, value in comparison.simulated.items())
         found.append(f"All seconds are virtual: they are of a simulated cluster ({options}), not of a machine.")
+    if comparison.optimum:
+        found.append(f"The optimum, from which distances are taken: {comparison.optimum}.")
     if not comparison.complete:
         done = units.count(comparison.repeats, "whole repeat")
         found.append(f"The comparison was interrupted: it rests on {done}.")

@@ -60,6 +60,7 @@ def columns(comparison: Comparison) -> tuple[TableColumn, ...]:
         *_speed(comparison),
         *_target(comparison),
         *_result(comparison),
+        *_optimum(comparison),
         *_distance(comparison),
         *_cost(comparison),
     )
@@ -170,6 +171,32 @@ def _result(comparison: Comparison) -> list[TableColumn]:
     return [column(name) for name in measures.final_metrics(comparison)]
 
 
+def _optimum(comparison: Comparison) -> list[TableColumn]:
+    if not comparison.optimum:
+        return []
+    group = "Against the optimum"
+    return [
+        TableColumn(
+            group=group,
+            label="distance",
+            terminal="from the\noptimum",
+            markdown="distance from the optimum",
+            spare=1,
+            about="Of the final parameters, |p − x| / |x|.",
+            cell=_mean(comparison, "optimum_distance", units.small),
+        ),
+        TableColumn(
+            group=group,
+            label="excess loss",
+            terminal="excess\nloss",
+            markdown="excess loss",
+            spare=2,
+            about="The loss over all training rows, less the least.",
+            cell=_mean(comparison, "excess_loss", _small_signed),
+        ),
+    ]
+
+
 def _distance(comparison: Comparison) -> list[TableColumn]:
     group = f"Against {comparison.reference}"
 
@@ -262,6 +289,11 @@ def _staleness(comparison: Comparison) -> Cell:
         return TableCell(text=f"{quantile(pushes, 0.5)}" if pushes else NOTHING)
 
     return cell
+
+
+def _small_signed(value: float) -> str:
+    """Below 0 where rounding, or a declared optimum that is none, makes it so."""
+    return f"−{units.small(-value)}" if value < 0 else units.small(value)
 
 
 # -- what a cell says ------------------------------------------------------------------------------------------------------------

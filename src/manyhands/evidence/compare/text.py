@@ -38,6 +38,7 @@ def text(comparison: Comparison, width: int = WIDTH) -> str:
         _drawn(comparison, [column for column in found if column.group == COST], width),
         "",
         *(f"{name} failed: {why}" for name, why in failed if why),
+        *([f"Optimum: {comparison.optimum}."] if comparison.optimum else []),
         comparison.verdict,
         *(f"Advice: {one.text}" for one in comparison.advice[:1]),
     ]

@@ -51,7 +51,7 @@ class TrialSetup:
     def trained(self, seed: int) -> Task:
         """The task as a trial trains it."""
         task = metric.swapped(self.task) if self.on_test else self.task
-        return task.with_fields(seed=seed, model=_fresh(task.model))
+        return task.with_fields(seed=seed, model=fresh(task.model))
 
     @property
     def validated(self) -> Any:
@@ -260,11 +260,11 @@ def start_of(task: Task, seed: int) -> Tensor:
     """[D] the parameters with which every trial of this seed begins."""
     with rng.kept():
         rng.seed_all(seed)
-        model = build_model(task.with_fields(model=_fresh(task.model)))
+        model = build_model(task.with_fields(model=fresh(task.model)))
     return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters() if p.requires_grad])
 
 
-def _fresh(model: Any) -> Any:
+def fresh(model: Any) -> Any:
     """The task's model so that training leaves it as it is: the next trial begins with it, too."""
     return copy.deepcopy(model) if isinstance(model, nn.Module) else partial(_copy_of_built, model)
 

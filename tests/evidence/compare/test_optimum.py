@@ -1,0 +1,180 @@
+"""How far each variant ends from the optimum, and time to a target by workers: least squares, in closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from synthetic import comparison as synthetic
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import manyhands as mh
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import BadInput
+from manyhands.evidence.compare import charts, figures
+from manyhands.evidence.compare.compare import compare
+from manyhands.evidence.compare.comparison import Comparison
+from manyhands.evidence.compare.optimum import optimum_of
+from manyhands.evidence.compare.table import columns
+from manyhands.evidence.compare.text import text
+
+ROWS, RATE, EPOCHS, ROW_S = 60, 0.1, 12, 1e-3
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(
+        ROWS, 1, generator=generator, dtype=torch.float64
+    )
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 1).double()
+
+
+def least_squares(**fields: Any) -> mh.Task:
+    given: dict[str, Any] = {
+        "model": linear,
+        "loss": squares,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=RATE),
+        "train_data": data(),
+        "validation_data": data(),
+        "batch_size": ROWS,
+        "epochs": EPOCHS,
+        "optimum": "convex",
+    }
+    return mh.Task(**(given | fields))
+
+
+def design() -> Tensor:
+    """[ROWS, 4] with a column of ones for the bias."""
+    x, _ = data()
+    return torch.cat([x, torch.ones(ROWS, 1, dtype=torch.float64)], 1)
+
+
+def closed_form() -> Tensor:
+    return torch.linalg.lstsq(design(), data()[1]).solution.reshape(-1)
+
+
+def test_l_bfgs_finds_the_closed_form() -> None:
+    found = optimum_of(least_squares())
+    assert found is not None
+    assert (found.parameters - closed_form()).abs().max() < 1e-8
+    residual = design() @ closed_form() - data()[1].reshape(-1)
+    assert found.loss == pytest.approx(float(residual.square().mean()), abs=1e-12)
+    assert found.excess(found.parameters) == 0
+
+
+@pytest.mark.parametrize("batch_size", [7, 60])
+def test_rows_are_weighted_whatever_the_batches(batch_size: int) -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=batch_size, shuffle=True)
+    found = optimum_of(least_squares(train_data=loader, batch_size=None))
+    assert found is not None
+    assert (found.parameters - closed_form()).abs().max() < 1e-8
+
+
+def test_a_float32_model_and_a_declared_optimum() -> None:
+    x, y = data()
+    rows = x.float(), y.float()
+    solution = torch.linalg.lstsq(torch.cat([rows[0], torch.ones(ROWS, 1)], 1).double(), rows[1].double()).solution
+    found = optimum_of(least_squares(model=lambda: nn.Linear(3, 1), train_data=rows, validation_data=rows))
+    declared = optimum_of(least_squares(optimum={"weight": solution[:3].T, "bias": solution[3]}))
+    assert found is not None
+    assert declared is not None
+    assert (found.parameters - solution.reshape(-1)).abs().max() < 1e-8
+    assert torch.equal(declared.parameters, solution.reshape(-1))
+    assert declared.how == "declared by the task"
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    """Gradient descent over all rows, on 1, 2 and 4 simulated workers whose messages take no time."""
+    engine = Sim(compute=f"row={ROW_S}", network="latency=0,bandwidth=1e18")
+    return compare(
+        least_squares(),
+        strategies=["allreduce", "local-sgd:period=4"],
+        workers=(1, 2, 4),
+        target="validation_loss<=0.4",
+        engine=engine,
+        validations=EPOCHS,
+        repeats=3,
+    )
+
+
+def test_each_variant_is_where_gradient_descent_is(found: Comparison) -> None:
+    """x_k - x* = (I - rate·H)^k (x_0 - x*), H = 2 A'A / n."""
+    hessian = 2 * design().T @ design() / ROWS
+    for variant in found.variants:
+        if variant.strategy not in ("solo", "allreduce"):
+            continue
+        for trial in found.of(variant.name):
+            torch.manual_seed(trial.seed)
+            start = torch.cat([p.detach().reshape(-1) for p in linear().parameters()])
+            away = torch.linalg.matrix_power(torch.eye(4).double() - RATE * hessian, EPOCHS) @ (start - closed_form())
+            assert trial.optimum_distance == pytest.approx(float(away.norm() / closed_form().norm()), abs=1e-8)
+            assert trial.excess_loss == pytest.approx(float(away @ hessian @ away) / 2, abs=1e-8)
+
+
+def test_time_to_target_falls_with_workers_as_nothing_else_takes_time(found: Comparison) -> None:
+    for workers in (2, 4):
+        for trial in found.of(f"allreduce on {workers}"):
+            assert trial.target_rows is not None
+            assert trial.target_seconds == pytest.approx(trial.target_rows * ROW_S / workers, rel=1e-8)
+    figure = figures.time_to_target(found)
+    assert figure is not None
+    lines = {line.name: line for line in figure.data}
+    assert set(lines) == {"ideal", "allreduce", "local-sgd:period=4"}
+    ideal = dict(zip(lines["ideal"].x, lines["ideal"].y, strict=True))
+    for workers, seconds in zip((2, 4), lines["allreduce"].y, strict=True):
+        assert seconds == pytest.approx(ideal[workers], rel=1e-8)
+    assert "reaches validation_loss ≤ 0.4 soonest" in charts.time_to_target(found)
+
+
+def test_it_stands_in_the_table_and_the_text(found: Comparison) -> None:
+    labels = [(column.group, column.label) for column in columns(found)]
+    assert ("Against the optimum", "distance") in labels
+    assert ("Against the optimum", "excess loss") in labels
+    shown = text(found, 200)
+    assert "Optimum: L-BFGS over 60 rows" in shown
+    assert "optimum" in shown
+    again = Comparison.from_json(found.to_json())
+    assert again.trials[0].optimum_distance == found.trials[0].optimum_distance
+    assert again.optimum == found.optimum
+
+
+def test_without_a_word_of_it_nothing_is_said() -> None:
+    assert optimum_of(least_squares(optimum=None)) is None
+    assert not any(column.group == "Against the optimum" for column in columns(synthetic()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawn"), [({"workers": (2, 4)}, True), ({"workers": (4,)}, False), ({"target": None}, False)]
+)
+def test_time_to_target_is_drawn_for_several_numbers_of_workers(changes: dict[str, Any], drawn: bool) -> None:
+    assert (figures.time_to_target(synthetic(**changes)) is not None) == drawn
+
+
+@pytest.mark.parametrize("optimum", ["concave", 3, [1.0]])
+def test_an_optimum_is_parameters_or_convex(optimum: Any) -> None:
+    with pytest.raises(BadInput, match='optimum must be .*or "convex"'):
+        least_squares(optimum=optimum)
+
+
+def test_an_optimum_of_another_model_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"must have the model's trainable parameters.*it has"):
+        optimum_of(least_squares(optimum={"weight": torch.zeros(3)}))
+
+
+def test_a_loss_that_is_not_smooth_is_named() -> None:
+    def absolute(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) - batch[1]).abs().mean()
+
+    with pytest.raises(BadInput, match='says optimum="convex", and L-BFGS ended with a gradient of'):
+        optimum_of(least_squares(loss=absolute))
