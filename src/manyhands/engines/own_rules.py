@@ -28,7 +28,8 @@ def is_own(rule: str) -> bool:
 def list_rule(spec: ServerSpec) -> None:
     """Load the rule that the spec names, where it is the user's own. In the process that launches.
 
-    BadInput for a file that is not there or fails, or for a name that is no Rule in it; UnknownName for a name that it has not.
+    BadInput for a file that is not there or fails, or for a name that is no Rule in it; UnknownName for a name that it
+    has not.
     """
     if is_own(spec.rule) and spec.rule not in OWN:
         OWN[spec.rule] = _checked(spec.rule, find(spec.rule, {}, "rule"))

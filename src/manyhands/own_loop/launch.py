@@ -94,9 +94,9 @@ def run_script(
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
-    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With roles the processes are
-    another framework's own cluster, as of `Engine.run`: those set how many there are, all of them print, and no
-    strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
+    Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With
+    roles the processes are another framework's own cluster, as of `Engine.run`: those set how many there are, all of
+    them print, and no strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`; `train()` inside then
     checkpoints. max_restarts: so often the script is run again where a worker is lost or raises; the variable
     MANYHANDS_RESTART_COUNT says to it how often that was, and `train(survive="max_restarts=…")` inside then goes on
     from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on engine sim, WorkerFailed

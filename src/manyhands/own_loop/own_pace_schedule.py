@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -11,8 +13,18 @@ from typing_extensions import override
 from manyhands.errors import BadInput
 from manyhands.task import named
 
-if TYPE_CHECKING:
-    from manyhands.own_loop.session import Session
+
+@dataclass
+class PassProgress:
+    """How far a pass is over which workers go at their own pace."""
+
+    parts: int  # slices of a global batch
+    own: int = 0  # slices that this worker got
+    handed: int = 0  # slices that all workers had got by then
+
+    def batches(self, own: int) -> int:
+        """Global batches that all workers have had for so many slices of this one's."""
+        return own * self.handed // (self.parts * self.own) if self.own else 0
 
 
 class OwnPaceSchedule:
@@ -23,9 +35,10 @@ class OwnPaceSchedule:
     two passes, or with an argument (a metric, an epoch), is one step, as ever.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, under_way: Callable[[], PassProgress | None]) -> None:
+        """under_way: the pass whose batch is at hand, if there is one."""
         self.calls = 0  # in the pass under way
-        self._session, self._made = session, 0  # steps in it
+        self._under_way, self._made = under_way, 0  # steps in it
         self._scheduler: Any = None
 
     def bind(self, scheduler: LRScheduler) -> None:
@@ -37,7 +50,7 @@ class OwnPaceSchedule:
 
     def due(self) -> int:
         """A call has come: how many steps it is."""
-        progress = self._session.pass_under_way
+        progress = self._under_way()
         if progress is None:
             return 1
         self.calls += 1

@@ -98,13 +98,13 @@ def prepare_on(
         check_loader(given, worker.size)
         warn_of_whole_items(given, worker)
     spec = chosen.server()
-    if spec is not None and worker.server is None and worker.size == 1:
-        list_rule(spec)
+    if spec is not None and worker.size == 1 and (worker.server is None or session.prepared):
+        list_rule(spec)  # a server holds one model; alone each has one of its own, in this process
         (worker.server,) = InProcessServers(spec, workers=1).clients
     pair = Pair(session, model, optimizer, chosen)
     for given in others:
         if isinstance(given, LRScheduler) and pair.leasing is not None:
-            session.schedules.append(OwnPaceSchedule(session))
+            session.schedules.append(OwnPaceSchedule(lambda: session.pass_under_way))
             session.schedules[-1].bind(given)
     return (
         model,

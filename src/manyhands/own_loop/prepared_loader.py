@@ -34,7 +34,8 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Picks, Reading, check_digests
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.session import Iteration, Pair, PassProgress, Session, in_order
+from manyhands.own_loop.own_pace_schedule import PassProgress
+from manyhands.own_loop.session import Iteration, Pair, Session, in_order
 from manyhands.task import named
 from manyhands.worker import Worker
 

@@ -29,7 +29,7 @@ from manyhands.own_loop.argument_checks import (
     root_of,
 )
 from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps, checksum
-from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule
+from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
@@ -52,19 +52,6 @@ class Iteration:
         self.used: set[Pair] = set()  # the pairs that took a step during it
         self.stepped: set[Pair] = set()  # since its newest batch
         self.progress: PassProgress | None = None  # at their own pace
-
-
-@dataclass
-class PassProgress:
-    """How far a pass is over which workers go at their own pace."""
-
-    parts: int  # slices of a global batch
-    own: int = 0  # slices that this worker got
-    handed: int = 0  # slices that all workers had got by then
-
-    def batches(self, own: int) -> int:
-        """Global batches that all workers have had for so many slices of this one's."""
-        return own * self.handed // (self.parts * self.own) if self.own else 0
 
 
 @dataclass
@@ -317,7 +304,7 @@ class Pair:
                 "the workers could send them in different orders: leave overlap out"
             )
         apart = [pair for pair in both if pair.leasing is not None or pair._server is not None]
-        if apart and self.session.prepared:
+        if apart and self.session.prepared and self.together:
             name = apart[0].strategy.name
             reason = (
                 "whose server holds one model" if apart[0]._server is not None else "whose workers go at their own pace"

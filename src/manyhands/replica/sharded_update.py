@@ -26,7 +26,7 @@ _STEPS = 3
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Elements [start, stop) of a parameter, counted as they lie in memory, that this worker steps."""
 
     parameter: nn.Parameter  # [stop - start], a view of the parameters' vector; the optimizer holds it
@@ -47,7 +47,7 @@ class ShardedUpdate:
         """Raises BadInput, by name, for an optimizer that is not elementwise."""
         check_elementwise(optimizer)
         self._shards, self._group = shards, group
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, ParameterPiece] = {}
         of_parameter: dict[int, list[nn.Parameter]] = {}
         for shard in shards:
             low, high = self._own(shard)
@@ -59,7 +59,7 @@ class ShardedUpdate:
                 of_parameter[id(p)] = []
                 if start < stop:
                     part = nn.Parameter(shard.parameters[start:stop])
-                    piece = Piece(part, shard.gradients[start:stop], number, start - offset, stop - offset)
+                    piece = ParameterPiece(part, shard.gradients[start:stop], number, start - offset, stop - offset)
                     self.pieces[name] = piece
                     of_parameter[id(p)].append(part)
         for options in optimizer.param_groups:
