@@ -137,11 +137,16 @@ def test_whoever_is_free_takes_what_a_slow_worker_has_not_begun() -> None:
 
 def test_worker_0_warms_up_alone() -> None:
     order: list[int] = []
+    second_came = threading.Event()
 
     def program(worker: Worker) -> Tensor:
         model, rule, loader = prepared(worker, "downpour:warmup=3", numbered(48))
         for batch in loader:
             order.append(worker.rank)
+            if worker.rank == 1:
+                second_came.set()
+            elif len(order) > 3:
+                assert second_came.wait(WAIT_S)
             step(model, rule, batch)
         return plain.flat(model)
 
@@ -155,7 +160,7 @@ def test_a_pass_that_is_left_ends_for_the_others_too() -> None:
     """What nobody has begun is taken by those who go on."""
 
     def program(worker: Worker) -> list[list[int]]:
-        model, rule, loader = prepared(worker, "downpour", numbered(48))
+        model, rule, loader = prepared(worker, "downpour:bound=1", numbered(48))
         passes: list[list[int]] = []
         for _ in range(2):
             passes.append([])
@@ -165,7 +170,7 @@ def test_a_pass_that_is_left_ends_for_the_others_too() -> None:
                     break
         return passes
 
-    found = on(2, "downpour", program)
+    found = on(2, "downpour:bound=1", program)
     for number in range(2):
         assert sorted(row for passes in found for row in passes[number]) == list(range(48))
 
