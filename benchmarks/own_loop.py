@@ -4,8 +4,8 @@
 
 Two workers, one thread each, train the same model on the same DataLoader, in launches that alternate: as a task, and as a
 plain loop over `mh.prepare(model, optimizer, loader)`. A step's duration is the distance of two steps of a worker's
-optimizer, the mean over a launch without its first tenth, of the slower worker; at the workers' own pace all rows count,
-whoever had them. The table has medians over launches, and the median of the ratios of neighbouring launches.
+optimizer, the mean over a launch without its first tenth, and over the workers (of their rates: at their own pace one may
+make more steps than the other). The table has medians over launches, and the median of the ratios of neighbouring launches.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def prepared(worker: Worker, model: str, strategy: str, batches: int) -> list[fl
 
 
 def seconds(engine: Local, program: Callable[..., list[float]], model: str, strategy: str, batches: int) -> float:
-    """Of a global batch's step: at their own pace a batch has as many slices as workers."""
+    """A step, as the workers together make them."""
     spec = LaunchSpec(workers=WORKERS, server=strategy_of(strategy).server(), threads_per_worker=1)
     found = engine.launch(partial(program, model=model, strategy=strategy, batches=batches), spec)
-    each = []
+    rate = 0.0
     for times in found:
         kept = times[len(times) // 10 :]
-        each.append((kept[-1] - kept[0]) / (len(kept) - 1))
-    return max(each)
+        rate += (len(kept) - 1) / (kept[-1] - kept[0])
+    return WORKERS / rate
 
 
 def main() -> None:
