@@ -16,6 +16,7 @@ READINGS = (
     charts.metric_over_rows,
     charts.time_split,
     charts.speed_up,
+    charts.time_to_target,
     charts.distance_over_rows,
     charts.distance_over_time,
     charts.staleness,

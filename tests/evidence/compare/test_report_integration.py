@@ -18,7 +18,7 @@ if CHROMIUM is None:
     pytest.skip("no chromium on the PATH: the report is not tested in a browser", allow_module_level=True)
 
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-CHARTS = 9
+CHARTS = 10
 DRAWN = "[...document.querySelectorAll('.plot')].filter(p => p.querySelector('.main-svg .trace')).length"
 WIDEST = "Math.max(...[...document.querySelectorAll('.plot .main-svg')].map(svg => svg.clientWidth))"
 NARROW, WIDE = f"{WIDEST} < 390", f"{WIDEST} > 900"
@@ -223,5 +223,5 @@ def test_thirty_variants_of_sixty_four_workers_on_a_phone(browser: "playwright.B
     )
     opened = opened_in(browser, written(made, tmp_path), PHONE)
     assert (opened.complaints, opened.asked, sideways(opened)) == ([], [], 0)
-    assert drawn(opened) == CHARTS
+    assert drawn(opened) == CHARTS - 1  # with one number of workers, no time to the target by workers
     opened.page.context.close()

@@ -166,6 +166,7 @@ def test_charts_have_a_question_a_sentence_and_a_figure() -> None:
         "metric_over_rows",
         "time_split",
         "speed_up",
+        "time_to_target",
         "distance_over_rows",
         "distance_over_time",
         "staleness",

@@ -201,7 +201,11 @@ def time_to_target(comparison: Comparison) -> Figure | None:
     time = f"{'virtual ' if comparison.simulated else ''}seconds until {comparison.target}"
     say = units.even_duration
     traces = [_strategy(comparison, points, i - (len(found) - 1) / 2, say) for i, points in enumerate(found.values())]
-    layout: Json = {"xaxis": x, "yaxis": {"title": {"text": drawing.text(time)}, "type": "log"}, "height": HEIGHT}
+    layout: Json = {
+        "xaxis": x,
+        "yaxis": {"title": {"text": drawing.text(time)}, "type": "log", "dtick": "D2"},
+        "height": HEIGHT,
+    }
     if alone is not None:
         traces = [_ideal(comparison, variants, lambda times: alone.middle / times, say), *traces]
         layout |= drawing.level(alone.middle, base.name, colour=drawing.INK[0], log=True)
@@ -248,7 +252,7 @@ def _ideal(
         "x": [workers for workers, _ in points],
         "y": [of(times) for _, times in points],
         "text": [""] * (len(points) - 1) + ["ideal"],
-        "textposition": "top left",
+        "textposition": "top left" if of(points[0][1]) <= of(points[-1][1]) else "bottom left",  # beside the line's end
         "cliponaxis": False,
         "textfont": {"color": drawing.MUTED[0]},
         "line": {"color": drawing.MUTED[0], "dash": "dash", "width": 1.5},
