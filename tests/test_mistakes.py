@@ -774,13 +774,13 @@ def test_mean_of_a_number_over_the_workers() -> None:
     one_line("takes a number or a tensor, not '3'", lambda: mh.mean("3"))
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "eamsgd", "diloco:via=server"])
-def test_a_strategy_that_a_loop_cannot_run_is_refused_before_the_script_begins(
-    local: Local, strategy: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("solo", "solo"), ("quorum:backups=2", "give at most 1"), ("allreduce:combine=sum", "mean or adasum")],
+)
+def test_a_strategy_that_so_many_workers_cannot_run_is_refused_before_the_script_begins(
+    local: Local, strategy: str, message: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')\n")
-    one_line(
-        "use mh.train, or a strategy that exchanges through the group: allreduce",
-        lambda: run_script(script, workers=2, strategy=strategy, engine=local),
-    )
+    one_line(message, lambda: run_script(script, workers=2, strategy=strategy, engine=local))

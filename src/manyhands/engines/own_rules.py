@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, UnknownName
 from manyhands.server.base import ServerSpec
 from manyhands.server.rules import OWN, RULES
 from manyhands.server.rules.base import Rule
@@ -43,13 +43,13 @@ def to_fields(spec: ServerSpec) -> dict[str, Any]:
 
 
 def from_fields(fields: dict[str, Any]) -> ServerSpec:
-    """The spec, whose rule is then listed in this process, too. BadInput for one that is not ours and has no text."""
+    """The spec, whose rule is then listed in this process, too. UnknownName for one that is not ours and has no text."""
     text = fields.get("text")
     spec = ServerSpec(**{name: value for name, value in fields.items() if name != "text"})
     if text is not None and spec.rule not in OWN:
         OWN[spec.rule] = _checked(spec.rule, _made(spec.rule, text))
     if spec.rule not in RULES and spec.rule not in OWN:
-        raise BadInput(
+        raise UnknownName(
             f"rule {spec.rule!r} was not listed by the process that launched: the rules are {', '.join(RULES)}"
         )
     return spec

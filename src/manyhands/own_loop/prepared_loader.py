@@ -296,7 +296,7 @@ class SharedDataLoader(DataLoader[Any]):
         return copy.copy, (self.plain,)  # elsewhere nobody shares it
 
 
-def share(loader: Iterable[Any], session: Session, pair: Pair) -> Iterable[Any]:
+def share(loader: Iterable[Any], session: Session, pair: Pair | None = None) -> Iterable[Any]:
     """What gives this worker's share of the loader's batches: a DataLoader itself, else a PreparedLoader of it.
 
     One that was prepared before is taken as it is, for another session anew. pair: that it was prepared with.
@@ -304,7 +304,8 @@ def share(loader: Iterable[Any], session: Session, pair: Pair) -> Iterable[Any]:
     shared = _share(loader, session)
     prepared = shared._prepared if isinstance(shared, SharedDataLoader) else shared
     assert isinstance(prepared, PreparedLoader)
-    prepared.pairs.add(pair)
+    if pair is not None:
+        prepared.pairs.add(pair)
     return shared
 
 
