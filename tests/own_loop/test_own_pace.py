@@ -118,14 +118,16 @@ def test_each_row_once_of_what_every_worker_reads_whole() -> None:
 
 
 def test_whoever_is_free_takes_what_a_slow_worker_has_not_begun() -> None:
-    others_done = threading.Event()
+    others_done, slow_began = threading.Event(), threading.Event()
 
     def program(worker: Worker) -> int:
         model, rule, loader = prepared(worker, "downpour", numbered(48))
         slices = 0
         for batch in loader:
             if worker.rank == 1:
+                slow_began.set()
                 assert others_done.wait(WAIT_S)
+            assert slow_began.wait(WAIT_S)
             step(model, rule, batch)
             slices += 1
             if slices == 7:
@@ -276,6 +278,31 @@ def test_a_prepared_scheduler_counts_what_all_have_had(every: int) -> None:
         assert first == [4, 8, 12]
     else:
         assert first[-1] <= 6
+
+
+def test_a_worker_without_rows_is_as_far_with_its_schedule() -> None:
+    """And torch does not say that it was stepped too early."""
+    first_done = threading.Event()
+
+    def program(worker: Worker) -> tuple[int, int]:
+        model = seeded()
+        rule = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = ExponentialLR(rule, 0.9)
+        model, rule, loader, _ = prepare_on(Session(worker), model, rule, numbered(48), schedule, strategy="downpour")
+        batches, steps = iter(loader), 0
+        if worker.rank == 1:
+            assert first_done.wait(WAIT_S)
+        for batch in batches:
+            step(model, rule, batch)
+            schedule.step()
+            steps += 1
+            if steps == 8:
+                first_done.set()
+        return steps, schedule.last_epoch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on(2, "downpour", program) == [(8, 4), (0, 4)]
 
 
 def test_calls_between_passes_and_with_a_metric_are_one_step() -> None:

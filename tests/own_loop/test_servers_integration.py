@@ -90,6 +90,19 @@ def test_code_of_ones_own_has_a_server(local: Local, options: dict[str, Any], to
         assert center.tolist() == [total if workers == 2 else 1.0] * 3
 
 
+def launches() -> list[Any]:
+    """As a script does that starts its own workers, where they are there already."""
+    found: list[Any] = launch(train)
+    return found
+
+
+def test_a_script_that_launches_uses_the_workers_and_the_server_that_are_there(local: Local) -> None:
+    found = launch(launches, workers=2, strategy="downpour", engine=local)
+    own = [values[rank] for rank, values in enumerate(found)]
+    assert sorted(row for rows, _ in own for row in rows) == sorted([*range(39)] * 2)
+    assert torch.equal(own[0][1], own[1][1])
+
+
 def test_without_one_there_is_none(local: Local) -> None:
     assert launch(lambda: mh.worker().server is None, workers=2, strategy="local-sgd", engine=local) == [True, True]
 

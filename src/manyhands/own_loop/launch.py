@@ -193,7 +193,9 @@ def _with_server(
     run there, before anything starts."""
     if servers is not None:
         check_count("servers", servers)
-    chosen = strategy or launched_strategy()
+    chosen = strategy or (
+        None if engine.capabilities.spmd else launched_strategy()
+    )  # else the workers are there already
     if chosen is not None and chosen != _SERVERLESS:  # which needs no look, and torch is not loaded yet
         from manyhands.own_loop.argument_checks import check_launch
         from manyhands.strategies import strategy_of

@@ -163,6 +163,8 @@ class PreparedLoader(Iterable[Any]):
         calls = [schedule.calls for schedule in session.schedules]
         everyone = session.worker.group.all_gather_json([used, progress.own, progress.handed, calls])
         own, handed = sum(one[1] for one in everyone), max(one[2] for one in everyone)
+        if session.own_pace is not None:  # else torch's schedulers warn of a wrong order where this worker had no rows
+            session.own_pace.replica.optimizer._opt_called = True  # type: ignore[attr-defined]
         for number, schedule in enumerate(session.schedules):
             made = sum(one[3][number] for one in everyone)
             schedule.end_pass(made * handed // (own * progress.parts) if own else 0)
