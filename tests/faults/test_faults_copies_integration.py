@@ -231,5 +231,6 @@ def test_a_shard_without_a_copy_is_lost_and_the_run_starts_again(trial: Trial) -
     run = struck(trial, killer, of, strategy="downpour", run_dir=trial.run_dir, checkpoint_every=5, **options)
     assert killer.killed == ["primary"]
     fired(run, fault)
-    assert [one["step"] for one in run.restarts] == [5]
+    (restart,) = run.restarts
+    assert restart["step"] in (5, 10)  # that of step 5 is dropped where worker 1 was lost before its part was written
     numbered_rows.trained_once(run, BATCH, (4, 6, 12))

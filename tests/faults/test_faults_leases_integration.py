@@ -6,9 +6,12 @@ moves its numbers at the server by 1 / n each, whoever trains it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
 
 import numbered_rows
 import pytest
@@ -164,6 +167,19 @@ def all_here_again(worker: Worker) -> bool:
     return worker.broken or worker.interrupted or (worker.generation > 0 and worker.size >= 3)
 
 
+class OneWriter(torch.optim.SGD):
+    """Of several that write the same memory, each writes all of it, and may undo another's: here one after the other."""
+
+    def __init__(self, parameters: Any, lock: Path) -> None:
+        super().__init__(parameters, lr=1.0)
+        self._lock = lock
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with self._lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            super().step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
@@ -171,7 +187,12 @@ def all_here_again(worker: Worker) -> bool:
 )
 def test_memory_that_workers_share_stays_and_a_replacement_maps_it(faults: str, trial: Trial) -> None:
     """Worker 0's, in whose memory the parameters are, too. No slice under way was stepped on: each row is trained once."""
-    of = task(epochs=1, loss=Patient(loss=numbered_rows.minus_mean, until=all_here_again))
+    lock = trial.folder / "lock"
+    of = task(
+        epochs=1,
+        loss=Patient(loss=numbered_rows.minus_mean, until=all_here_again),
+        optimizer=lambda model: OneWriter(model.parameters(), lock),
+    )
     run = trial.train(of=of, faults=faults, strategy="hogwild", run_dir=trial.run_dir)
     fired(run, *faults.split(","))
     numbered_rows.trained_once(run, BATCH, (2,))

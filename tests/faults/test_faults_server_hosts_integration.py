@@ -9,7 +9,7 @@ from typing import Any
 
 import numbered_rows
 import pytest
-from fault_harness import fired, nothing_left
+from fault_harness import Patient, fired, nothing_left
 from joined_run import Run, joined_by
 
 import manyhands as mh
@@ -27,9 +27,19 @@ def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+def _one_is_lost(worker: mh.Worker) -> bool:
+    """At their own pace the others would take all rows before it."""
+    return worker.broken or worker.interrupted or worker.generation > 0
+
+
 def train(faults: str, strategy: str, tls: bool = False, **options: Any) -> mh.Run:
     """Two workers here, of whom one is worker 0, and one of a host that joins."""
-    of = numbered_rows.task(ROWS, BATCH, epochs=1)
+    waits = (
+        {}
+        if strategy == "quorum" or "bound=0" in strategy
+        else {"loss": Patient(until=_one_is_lost, call=3, loss=numbered_rows.minus_mean)}
+    )
+    of = numbered_rows.task(ROWS, BATCH, epochs=1, **waits)
     run = Run(Hosts(local_workers=2, tls=tls, faults=faults), joined_by(1, tls=tls))
     fields: dict[str, Any] = {"survive": "max_losses=3,silence_s=5", "threads_per_worker": 1, **options}
     return run.during(lambda: mh.train(of, engine=run.engine, workers=3, strategy=strategy, **fields))
