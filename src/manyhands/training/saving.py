@@ -122,6 +122,7 @@ class Saver:
             return True
         self.worker.driver.progress("checkpoint", self.replica.step)
         self._writer.wait()
+        self.worker.driver.progress("wait", self.replica.step)  # for the others: who hangs in its write is the culprit
         answer = self._sync_events(tick=self.saved, settle=self.saved)
         return bool(self.worker.group.all_gather_json(answer.get("whole", False))[0])
 
