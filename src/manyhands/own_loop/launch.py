@@ -193,14 +193,13 @@ def _with_server(
     run there, before anything starts."""
     if servers is not None:
         check_count("servers", servers)
-    chosen = strategy or (
-        None if engine.capabilities.spmd else launched_strategy()
-    )  # else the workers are there already
-    if chosen is not None and chosen != _SERVERLESS:  # which needs no look, and torch is not loaded yet
+    if strategy is None and not engine.capabilities.spmd:  # else the workers are there already
+        strategy = launched_strategy()
+    if strategy is not None and strategy != _SERVERLESS:  # which needs no look, and torch is not loaded yet
         from manyhands.own_loop.argument_checks import check_launch
         from manyhands.strategies import strategy_of
 
-        named = strategy_of(chosen)
+        named = strategy_of(strategy)
         check_launch(named, engine, spec.workers, servers or 1)
         if (needed := named.server()) is not None:
             if server is not None:

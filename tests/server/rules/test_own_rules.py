@@ -19,29 +19,9 @@ from manyhands.testing import server_suite
 from manyhands.testing.group_suite import CheckFailed
 from manyhands.testing.server_suite import RULE_SUITE, RULES
 
-HALF = '''
-"""A share of each update."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import manyhands as mh
-from torch import Tensor
-
-
-@dataclass(kw_only=True)
-class Half(mh.Rule):
-    """center += share * update."""
-
-    share: float = 0.5
-
-    def merge(self, old: Tensor, new: Tensor, pushes: Sequence[mh.Push]) -> None:
-        for push in pushes:
-            new.copy_(old + self.share * push.update)
-            old = new
-
+RULES_OF_A_FILE = (
+    (Path(__file__).parent / "own_rule.py").read_text()
+    + '''
 
 class Nothing:
     pass
@@ -73,12 +53,13 @@ class Spoils(Half):
 
 
 '''
+)
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file = tmp_path / "own_rule_of_this_test.py"
-    file.write_text(HALF)
+    file.write_text(RULES_OF_A_FILE)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield file
     sys.modules.pop(file.stem, None)
