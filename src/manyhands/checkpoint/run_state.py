@@ -359,13 +359,14 @@ def _optimizer_tensors(
     if sharded is None:
         return tensors, saved
     cut: Tensors = {}
+    layout = replica.layout
+    places = dict(zip(layout.names, zip(layout.shapes, layout.strides, strict=True), strict=True))
     for key in (key for key in tensors if key.startswith("optimizer/")):
-        tensor, name = tensors[key], key.split("/", 2)[2]
-        shape = replica.layout.shapes[replica.layout.names.index(name)]
+        _, kind, name = key.split("/", 2)
         if (piece := sharded.pieces.get(name)) is None:
             continue
-        if tensor.shape == shape and key.split("/")[1] not in COUNTS:
-            stride = replica.layout.strides[replica.layout.names.index(name)]
+        tensor, (shape, stride) = tensors[key], places[name]
+        if tensor.shape == shape and kind not in COUNTS:
             placed = tensor.new_empty(tensor.numel()).as_strided(shape, stride).copy_(tensor)
             tensor = in_memory(placed)[piece.start : piece.stop].clone()
         cut[key] = tensor
