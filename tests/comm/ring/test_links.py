@@ -18,7 +18,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.testing.group_suite import GROUP_SUITE
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
-from manyhands.transport.frame import Frame
+from manyhands.transport.frame import Frame, from_json
 from manyhands.transport.listener import Listener, connect
 
 
@@ -56,7 +56,7 @@ def _said(end):
     output = []
     with contextlib.suppress(LinkEnded):
         while (frame := end.header()) is not None:
-            output.append((frame.kind, end.notice()))
+            output.append((frame.kind, from_json(frame.blob)))
     return output
 
 
@@ -201,6 +201,28 @@ def test_one_that_left_is_no_reason_not_to_send_to_others(make, monkeypatch):
     assert ends[1].header().kind == WAITING  # it was said, but not to the one that left
     links[1].enqueue(Frame(kind=CHUNK))
     links.flush()
+
+
+def test_a_peer_that_only_waits_itself_makes_no_progress(make):
+    """Each notice of the awaited peer comes just before this one's time is over."""
+    links, ends = make(timeout_s=0.2)
+    original, notices = links._poll, []
+
+    class Poll:
+        def poll(self, milliseconds):
+            ready = original.poll(milliseconds)
+            if not ready and len(notices) < 20:
+                notices.append(_say(ends[3], notice(WAITING, {"for": 2})))
+            return ready
+
+        def register(self, *arguments):
+            original.register(*arguments)
+
+    links._poll = Poll()
+    with pytest.raises(PeerLost, match="worker 20"):
+        links.header(3)
+    assert len(notices) <= 2
+    assert _said(ends[1])[0] == (WAITING, {"for": 3})
 
 
 def test_what_was_posted_leaves_while_another_is_awaited(make):

@@ -16,6 +16,7 @@ import select
 import socket
 import ssl
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from manyhands.transport.frame import HEADER_BYTES, Frame, FrameError, from_json, pack, unpack
@@ -124,23 +125,25 @@ class Link:
         return self._receive(into)
 
     def header(self) -> Frame | None:
-        """The next frame's header, None if it is not all here. LinkEnded, FrameError."""
-        while self._stop - self._start < HEADER_BYTES:
-            if not self._read_ahead():
-                return None
-        self._start += HEADER_BYTES
-        frame, length = unpack(self._stage[self._start - HEADER_BYTES : self._start])
+        """The next frame's header, with its blob if it is a notice; None if it is not all here. LinkEnded, FrameError."""
+        if not self._staged(HEADER_BYTES):
+            return None
+        frame, length = unpack(self._stage[self._start : self._start + HEADER_BYTES])
         if length != (_NOTICE_BLOB if frame.kind in NOTICES else 0):
             raise FrameError(f"a frame of kind {frame.kind} came with a blob of {length} bytes")
+        if not self._staged(HEADER_BYTES + length):
+            return None
+        self._start += HEADER_BYTES + length
+        if length:
+            frame = replace(frame, blob=bytes(self._stage[self._start - length : self._start]))
         return frame
 
-    def notice(self) -> dict[str, Any] | None:
-        """What the notice says whose header came last; None if it is not all here. LinkEnded, FrameError."""
-        while self._stop - self._start < _NOTICE_BLOB:
+    def _staged(self, count: int) -> bool:
+        """Whether the next `count` bytes are here, at most those of a notice."""
+        while self._stop - self._start < count:
             if not self._read_ahead():
-                return None
-        self._start += _NOTICE_BLOB
-        return from_json(self._stage[self._start - _NOTICE_BLOB : self._start])
+                return False
+        return True
 
     def last_notice(self) -> tuple[int, dict[str, Any]]:
         """(kind, what it says) if a notice is the last that came, whatever lies before it; else (0, {}).

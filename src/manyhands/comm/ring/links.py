@@ -25,7 +25,7 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.transport.address import format_address
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import Credentials
-from manyhands.transport.frame import Frame, FrameError
+from manyhands.transport.frame import Frame, FrameError, from_json
 from manyhands.transport.hello import Check
 from manyhands.transport.listener import CHECK_S, Listener, connect
 
@@ -82,17 +82,20 @@ class Links(FirstError):
         return moved
 
     def header(self, rank: int) -> Frame:
-        """The next frame of a peer that is no notice."""
+        """The next frame of a peer that is no notice. A notice is no progress: the wait goes on as if none had come."""
         link = self._links[rank]
-        while True:
-            frame = self._until(link, link.header)
-            if frame.kind not in NOTICES:
-                self._waiting_for.pop(rank, None)
-                return frame
-            fields = self._until(link, link.notice)
+        frame = self._until(link, lambda: self._after_notices(link))
+        self._waiting_for.pop(rank, None)
+        return frame
+
+    def _after_notices(self, link: Link) -> Frame | None:
+        """The next frame, if it is here and no notice; what a peer waits for is kept."""
+        while (frame := link.header()) is not None and frame.kind in NOTICES:
+            fields = from_json(frame.blob)
             if frame.kind != WAITING:
                 self._end_by(link, frame.kind, fields)
-            self._waiting_for[rank] = int(fields.get("for", rank))
+            self._waiting_for[link.rank] = int(fields.get("for", link.rank))
+        return frame
 
     def fill(self, rank: int, into: memoryview) -> None:
         """The peer's next bytes, until `into` is full."""
