@@ -19,7 +19,7 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment, from_json, to_json
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
-from manyhands.server.base import Server
+from manyhands.server.base import Server, ServerSpec
 
 
 class LastPushes(NamedTuple):
@@ -161,6 +161,9 @@ class Worker:
     subgroup: Callable[[Sequence[int]], Group] | None = None  # how the engine makes what `make_group` gives
     form: Callable[[bool, int | None], FormedGroup | None] | None = None  # what `join` asks; None: members never change
     server: Server | None = None
+    start_server: Callable[[ServerSpec], Server] | None = (
+        None  # a collective, where workers are there before it is known
+    )
     clock: Callable[[], float] = time.perf_counter
     driver: DriverClient = field(default_factory=SoloDriverClient)
     threads: int = 1

@@ -148,8 +148,7 @@ def test_an_unchanged_script_takes_it(
         ({"servers": 2, "strategy": "quorum"}, Unsupported, "needs a server with one shard, and servers=2"),
         ({"strategy": "quorum:backups=2"}, BadInput, "backups=2 must be less than workers=2"),
         ({"strategy": "downpour", "server": ServerSpec(rule="add")}, BadInput, "has a server of its own"),
-        ({"strategy": "downpour", "engine": "torchrun"}, Unsupported, "engine torchrun does not support that"),
-        ({"servers": 1, "engine": "torchrun"}, Unsupported, "engine torchrun starts no parameter server"),
+        ({"strategy": "downpour", "servers": 2, "engine": "torchrun"}, BadInput, "leave servers out"),
         ({"strategy": "no-such"}, mh.UnknownName, "no-such"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 import manyhands as mh
 import plain
 from manyhands.engines.local.engine import Local
-from manyhands.errors import Preempted, Unsupported, WorkerFailed
+from manyhands.errors import BadInput, Preempted, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording import event_log
 from preempting import Preempting
@@ -220,8 +220,8 @@ def test_refused_before_anything_starts(local: Local, monkeypatch: pytest.Monkey
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Unsupported, match="needs a parameter server, and engine torchrun does not support that"):
-        mh.train(task(), strategy="downpour")
+    with pytest.raises(BadInput, match="servers=2 under torchrun, where the first worker of each host holds one shard"):
+        mh.train(task(), strategy="downpour", servers=2)
 
 
 def test_summary_says_how_far_a_batch_moves_the_answer(local: Local) -> None:

@@ -134,6 +134,28 @@ class Leases:
         self._release()
         return answer
 
+    def to_json(self) -> dict[str, Any]:
+        """What another process needs to go on handing out, without those who wait; `of` reads it. Not with holders."""
+        assert not self._held, "what holders have is known to one process alone"
+        segment = None if self._segment is None else vars(self._segment)
+        return {
+            "segment": segment,
+            "queues": self._queues,
+            "handed": self._handed,
+            "requested": self._requested,
+            "reason": self._reason,
+        }
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Leases:
+        """What `to_json` wrote; {}: nobody has asked yet."""
+        leases = cls()
+        if values:
+            leases._segment = None if values["segment"] is None else Segment(**values["segment"])
+            leases._queues, leases._handed = values["queues"], values["handed"]
+            leases._requested, leases._reason = values["requested"], values["reason"]
+        return leases
+
     def stop(self, reason: str) -> None:
         """From now on everybody gets an End with the first reason, also those who wait."""
         assert reason, "a stop needs a reason"

@@ -1,7 +1,8 @@
-"""Shared memory for workers of one host that inherit nothing from each other: they swap descriptors over a Unix socket.
+"""Shared memory, and other descriptors, for workers of one host that inherit nothing from each other: the first hands
+them out over a Unix socket.
 
-The first makes the memory and the lifelines and listens in a directory that only this user can enter (0700); the others
-learn its path by what they can meet at. The directory is gone when `swap_memory` returns.
+It makes the memory and the lifelines and listens in a directory that only this user can enter (0700); the others
+learn its path by what they can meet at. The directory is gone when `swap_memory` or `hand_out` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ InheritedMemory = tuple[Sequence[int], Sequence[tuple[int, int]]]
 """What `SharedMemoryGroup` takes: memory (a table, then an arena for each rank) and lifelines, descriptors of this
 process."""
 
+Parcel = Sequence[tuple[dict[str, Any], Sequence[int]]]
+"""Messages, each with descriptors."""
+
 _SOCKET = "line"
+_MEMORY = "the shared memory"
 
 
 def host_identity() -> str:
@@ -45,17 +50,10 @@ def swap_memory(
     when a peer does not come within `timeout_s` after the exchange, or goes away meanwhile. scratch: where rank 0 makes
     its directory.
     """
-    try:
-        if rank == 0:
-            return _give(size, exchange, timeout_s, scratch)
-        path = exchange(None)[0]
-        return _take(rank, size, path, time.monotonic() + timeout_s)
-    except (TimeoutError, ConnectionError) as error:
-        late = isinstance(error, TimeoutError)
-        what = (
-            "did not connect to the shared memory in time" if late else "ended while it connected to the shared memory"
-        )
-        raise ManyhandsError(f"a worker on this host {what}: look for its error in the log") from None
+    if rank == 0:
+        return _give(size, exchange, timeout_s, scratch)
+    table, *ends = [message.fds for message in take(rank, 1 + size, exchange, timeout_s, _MEMORY)]
+    return [*table, *(fds[0] for fds in ends)], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
 
 
 def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str) -> InheritedMemory:
@@ -63,28 +61,79 @@ def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scr
     memory = SharedMemory.create(size)
     table, *arenas = memory
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
+
+    def parcel(peer: int) -> Parcel:
+        ends = [
+            ({"rank": rank}, [arenas[rank], read, *([write] if rank == peer else [])])
+            for rank, (read, write) in enumerate(pipes)
+        ]
+        return [({}, [table]), *ends]
+
     with ExitStack() as closed_on_error:
         for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
             closed_on_error.callback(os.close, fd)
-        with (
-            tempfile.TemporaryDirectory(prefix="manyhands-", dir=scratch or None) as folder,  # mode 0700
-            _entered(folder) as short,
-            socket.socket(socket.AF_UNIX) as listener,
-        ):
-            listener.bind(short)
-            listener.listen(128)
-            exchange(folder)
-            deadline = time.monotonic() + timeout_s
-            for _ in range(size - 1):
-                with closing(_accept(listener, deadline)) as wire:
-                    peer = _receive(wire, deadline)[0].body["rank"]
-                    wire.send({}, [table])
-                    for rank, (read, write) in enumerate(pipes):
-                        wire.send({"rank": rank}, [arenas[rank], read, *([write] if rank == peer else [])])
+        hand_out(parcel, size, exchange, timeout_s, _MEMORY, scratch)
         closed_on_error.pop_all()
     for rank in range(1, size):
         os.close(pipes[rank][1])
     return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
+
+
+def hand_out(
+    parcel: Callable[[int], Parcel],
+    size: int,
+    exchange: Callable[[Any], list[Any]],
+    timeout_s: float,
+    what: str,
+    scratch: str = "",
+) -> None:
+    """Rank 0 of `size` ranks of one host: send each other one, as it comes, its messages with descriptors, which stay open
+    here. A collective, with `take` on the others; `exchange` and errors as of `swap_memory`. what: for messages."""
+    with (
+        _all_come(what),
+        tempfile.TemporaryDirectory(prefix="manyhands-", dir=scratch or None) as folder,  # mode 0700
+        _entered(folder) as short,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        listener.bind(short)
+        listener.listen(128)
+        exchange(folder)
+        deadline = time.monotonic() + timeout_s
+        for _ in range(size - 1):
+            with closing(_accept(listener, deadline)) as wire:
+                for body, fds in parcel(_receive(wire, deadline)[0].body["rank"]):
+                    wire.send(body, fds)
+
+
+def take(
+    rank: int, count: int, exchange: Callable[[Any], list[Any]], timeout_s: float, what: str
+) -> list[ControlMessage]:
+    """Another rank than the first: the `count` messages that rank 0 hands out to it. See `hand_out`."""
+    with _all_come(what):
+        folder = exchange(None)[0]
+        deadline = time.monotonic() + timeout_s
+        with _entered(folder) as short, closing(ControlSocket(socket.socket(socket.AF_UNIX))) as wire:
+            wire.sock.settimeout(_left(deadline))
+            try:
+                wire.sock.connect(short)
+            except FileNotFoundError as error:
+                raise Closed("the first rank has removed its socket") from error
+            wire.send({"rank": rank})
+            messages: list[ControlMessage] = []
+            while len(messages) < count:
+                messages += _receive(wire, deadline)
+            return messages
+
+
+@contextmanager
+def _all_come(what: str) -> Iterator[None]:
+    """Raise ManyhandsError for a peer that does not."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError) as error:
+        late = isinstance(error, TimeoutError)
+        how = f"did not connect to {what} in time" if late else f"ended while it connected to {what}"
+        raise ManyhandsError(f"a worker on this host {how}: look for its error in the log") from None
 
 
 @contextmanager
@@ -104,25 +153,10 @@ def _accept(listener: socket.socket, deadline: float) -> ControlSocket:
     if uid != os.getuid():  # root, who can enter any directory; nobody else can
         sock.close()
         raise ManyhandsError(
-            f"a process of user {uid} tried to connect to this run's shared memory, and only processes of user "
+            f"a process of user {uid} tried to connect to this run's workers, and only processes of user "
             f"{os.getuid()} may"
         )
     return ControlSocket(sock)
-
-
-def _take(rank: int, size: int, folder: str, deadline: float) -> InheritedMemory:
-    with _entered(folder) as short, closing(ControlSocket(socket.socket(socket.AF_UNIX))) as wire:
-        wire.sock.settimeout(_left(deadline))
-        try:
-            wire.sock.connect(short)
-        except FileNotFoundError as error:
-            raise Closed("the first rank has removed its socket") from error
-        wire.send({"rank": rank})
-        messages: list[ControlMessage] = []
-        while len(messages) < 1 + size:
-            messages += _receive(wire, deadline)
-    table, *ends = [message.fds for message in messages]
-    return [*table, *(fds[0] for fds in ends)], [(fds[1], fds[2] if len(fds) > 2 else -1) for fds in ends]
 
 
 def _receive(wire: ControlSocket, deadline: float) -> list[ControlMessage]:

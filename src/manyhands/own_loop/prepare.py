@@ -101,6 +101,9 @@ def prepare_on(
     if spec is not None and worker.size == 1 and (worker.server is None or session.prepared):
         list_rule(spec)  # a server holds one model; alone each has one of its own, in this process
         (worker.server,) = InProcessServers(spec, workers=1).clients
+    elif spec is not None and worker.server is None and worker.start_server is not None:
+        list_rule(spec)
+        worker.server = worker.start_server(spec)
     pair = Pair(session, model, optimizer, chosen)
     for given in others:
         if isinstance(given, LRScheduler) and pair.leasing is not None:

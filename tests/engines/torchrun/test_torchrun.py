@@ -10,7 +10,7 @@ from manyhands.engines import engine_of
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.torchrun import engine
 from manyhands.engines.torchrun.engine import LauncherRank, Torchrun
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput
 from manyhands.server.base import ServerSpec
 
 VARIABLES = {
@@ -78,9 +78,10 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(monkeypatch: pytest.Monke
     assert raised.value.args == (signal.SIG_DFL,)
 
 
-def test_no_server() -> None:
-    with pytest.raises(Unsupported, match="starts no parameter server"):
-        Torchrun().launch(lambda worker: None, LaunchSpec(workers=4, server=ServerSpec(rule="add")))
+def test_the_number_of_shards_is_that_of_hosts() -> None:
+    spec = LaunchSpec(workers=4, server=ServerSpec(rule="add"), servers=2)
+    with pytest.raises(BadInput, match="servers=2 under torchrun, where the first worker of each host holds one shard"):
+        Torchrun().launch(lambda worker: None, spec)
 
 
 def test_auto_is_torchrun_under_torchrun() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from manyhands.comm.device_group import has_own_gpu
+from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec
 from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
 from manyhands.engines.nested import NestedDriverClient
@@ -29,7 +30,9 @@ from manyhands.engines.single_process import (
     threads_in_callers_process,
 )
 from manyhands.engines.torchrun import launchers
-from manyhands.errors import BadInput, Unsupported
+from manyhands.engines.torchrun.store_leases import StoreLeases
+from manyhands.errors import BadInput
+from manyhands.server.base import Server, ServerSpec
 from manyhands.signals import leave_sigterm_to_the_system
 from manyhands.worker import DriverClient, SoloDriverClient, Worker, as_current
 
@@ -71,12 +74,13 @@ class Torchrun(Engine):
 
     The network is the launcher's choice: MASTER_ADDR and MASTER_PORT are followed as they are, and torch.distributed
     connects without encryption; keep it on a network that you trust. Ranks that all live on one host use shared memory
-    instead. `launch` returns a list with this rank's value in its place and None for the others. Errors are raised on
+    instead. The first worker of each host holds a shard of the parameter server, where a strategy needs one; between
+    hosts it is reached over TLS, with the file that MANYHANDS_CREDENTIALS names. `launch` returns a list with this rank's value in its place and None for the others. Errors are raised on
     the rank where they happen, and torchrun ends the others; other ranks' events arrive at each `collect`.
     """
 
     name: ClassVar[str] = "torchrun"
-    capabilities: ClassVar[Capabilities] = Capabilities(spmd=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(spmd=True, serves=True)
 
     @override
     def default_workers(self) -> int:
@@ -87,21 +91,53 @@ class Torchrun(Engine):
         return launchers.number_of(launchers.RANK, "0")
 
     @override
-    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
-        if spec.server is not None:
-            raise Unsupported(
-                "engine torchrun starts no parameter server: use an engine that does (local, hosts), or a strategy that needs none"
+    def on_one_host(self, workers: int) -> bool:
+        return launchers.number_of(launchers.LOCAL_SIZE, "1") == self.default_workers()
+
+    @override
+    def check(self, spec: LaunchSpec) -> None:
+        if spec.server is not None and spec.servers > 1:
+            raise BadInput(
+                f"servers={spec.servers} under torchrun, where the first worker of each host holds one shard: leave servers out"
             )
+
+    @override
+    def launch(self, program: Callable[[Worker], T], spec: LaunchSpec) -> list[T]:
+        self.check(spec)
         here = InProcessDriverClient(spec.observer, poll_s=0)
         rank = LauncherRank.from_environment().rank
-        with joined(spec, NestedDriverClient(rank, here, SoloDriverClient())) as worker:
+        with joined(spec, lambda leases: _RankDriverClient(rank, here, leases)) as worker:
             values: list[Any] = [None] * worker.size
             values[rank] = run_as(worker, program, here)
         return cast(list[T], values)
 
 
+class _RankDriverClient(NestedDriverClient):
+    """Of a rank that is its own driver: slices are leased at the launcher's store."""
+
+    def __init__(self, rank: int, here: InProcessDriverClient, leases: StoreLeases) -> None:
+        super().__init__(rank, here, SoloDriverClient())
+        self._leases = leases
+
+    @override
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+        return self._leases.take(replica, segment, self.should_stop)
+
+
+class _ScriptDriverClient(SoloDriverClient):
+    """Of a script with a loop of its own."""
+
+    def __init__(self, leases: StoreLeases) -> None:
+        super().__init__()
+        self._shared = leases
+
+    @override
+    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
+        return self._shared.take(replica, segment)
+
+
 @contextmanager
-def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Worker]:
+def joined(spec: LaunchSpec, driver: Callable[[StoreLeases], DriverClient] = _ScriptDriverClient) -> Iterator[Worker]:
     """Within, this process is its rank's Worker (`manyhands.worker.current()`); collective to enter.
 
     A torch.distributed process group that exists already is used and left; one made here is destroyed at the end.
@@ -113,9 +149,25 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
         )
     leave_sigterm_to_the_system()  # torchrun sends it where a peer has failed, while this process waits for all of them
     device = pick_device(spec.device, place.local_rank)
-    with _process_group(place, spec.device, device, spec.timeout_s) as meet:
+    with (
+        _process_group(place, spec.device, device, spec.timeout_s) as store,
+        ExitStack() as held_shard,  # it ends after the group: peers hear first who left, and why
+        ExitStack() as stack,
+    ):
+        meet = meet_at(store, place.rank, spec.timeout_s)
         topology = _topology(place, spec, device, meet)
         group = make_group(topology, meet)
+        stack.callback(group.close)
+
+        def start_server(wanted: ServerSpec) -> Server:
+            from manyhands.engines.torchrun.server import start_server  # loads TLS, which most runs do not need
+
+            server, held = start_server(wanted, topology, meet)
+            if held is not None:
+                held_shard.push(held)
+            stack.callback(server.close)
+            return server
+
         worker = Worker(
             rank=place.rank,
             size=place.size,
@@ -123,24 +175,22 @@ def joined(spec: LaunchSpec, driver: DriverClient | None = None) -> Iterator[Wor
             device=device,
             group=group,
             subgroup=lambda members: make_group(topology.of(members), meet),
-            driver=driver or SoloDriverClient(),
+            server=None if spec.server is None else start_server(spec.server),
+            start_server=start_server,
+            driver=driver(StoreLeases(PrefixStore("leases", store), spec.timeout_s)),
             threads=threads_in_callers_process(place.local_size, spec.threads_per_worker),
             local_rank=place.local_rank,
         )
-        try:
-            with as_current(worker), running_threads(worker.threads):
-                yield worker
-        finally:
-            group.close()
+        with as_current(worker), running_threads(worker.threads):
+            yield worker
 
 
 @contextmanager
-def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeout_s: float) -> Iterator[Meet]:
-    """Within, there is one of all ranks; they meet at its store."""
+def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeout_s: float) -> Iterator[Store]:
+    """Within, there is one of all ranks; they meet at this store."""
     timeout = timedelta(seconds=timeout_s)
     if torch.distributed.is_initialized():
-        store = _own_keys(torch.distributed.distributed_c10d._get_default_store())
-        yield meet_at(store, place.rank, timeout_s)
+        yield _own_keys(torch.distributed.distributed_c10d._get_default_store())
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -148,7 +198,7 @@ def _process_group(place: LauncherRank, wanted: str, device: torch.device, timeo
     store = _store(place, timeout)
     torch.distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     try:
-        yield meet_at(PrefixStore("meet", store), place.rank, timeout_s)
+        yield PrefixStore("meet", store)
     finally:
         torch.distributed.destroy_process_group()
 
