@@ -1,12 +1,13 @@
 """The conformance suite of servers fails servers that break a promise."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.server import in_process, merging, store
+from manyhands.server import client, in_process, merging, store
 from manyhands.server.in_process import InProcessServers
 from manyhands.testing import server_suite
 from manyhands.testing.server_suite import SERVER_SUITE
@@ -32,12 +33,32 @@ def last_offer_wins(original, self, center):
     return original(self, center)
 
 
-def applies_twice(original, self, worker, sequence, update, weight, bits):
-    return original(self, worker, sequence, update * 2, weight, bits)
+def applies_twice(original, self, worker, sequence, update, weight, bits, since):
+    return original(self, worker, sequence, update * 2, weight, bits, since)
 
 
-def counts_weight_zero(original, self, worker, sequence, update, weight, bits):
-    return original(self, worker, sequence, update, weight or 1.0, bits)
+def counts_weight_zero(original, self, worker, sequence, update, weight, bits, since):
+    return original(self, worker, sequence, update, weight or 1.0, bits, since)
+
+
+def counts_from_the_last_pull(original, self, worker, sequence, update, weight, bits, since):
+    return original(self, worker, sequence, update, weight, bits)
+
+
+def pulls_before_it_pushes(original, self, exchange, bits):
+    if exchange.into is not None:
+        self.pull(exchange.into)
+    wait = original(self, replace(exchange, into=None), bits)
+    return lambda: replace(wait(), pulled=exchange.into is not None)
+
+
+def loses_the_answer(original, self):
+    exchanged = original(self)
+    return exchanged and replace(exchanged, pushed=replace(exchanged.pushed, answer=None))
+
+
+def ticks_without_the_gate(original, self, exchange, bits):
+    return original(self, exchange, None)
 
 
 def keeps_the_callers_tensor(original, self, push):
@@ -61,7 +82,7 @@ def lets_everybody_go(original, self, worker, slowest):
 def own_pushes_are_stale(original, self, pushes):
     replies = original(self, pushes)
     for state in self._states:
-        state.own = 0
+        state.own = []
     return replies
 
 
@@ -96,6 +117,10 @@ def does_nothing(original, self, *arguments):
         (store.Gate, "opened", forgets_bits, "in_step"),
         (store.Gate, "_may_go", lets_everybody_go, "gate"),
         (store.Store, "_merge", own_pushes_are_stale, "versions_and_staleness"),
+        (store.Store, "push", counts_from_the_last_pull, "staleness_since"),
+        (client.ServerClient, "_begin", pulls_before_it_pushes, "exchange_beside"),
+        (client.ServerClient, "finish_exchange", loses_the_answer, "exchange_of_an_answer"),
+        (client.ServerClient, "_begin", ticks_without_the_gate, "gate_of_an_exchange"),
         (in_process._Client, "center", counts_the_center_as_a_pull, "center_is_not_seen"),
         (in_process._Client, "deactivate", does_nothing, "last_pushes_of_a_segment"),
         (store.Store, "capture", captures_only_the_center, "capture"),

@@ -69,7 +69,10 @@ def test_each_push_carries_its_own_window_only(rule: str) -> None:
 
     def program(hand: Hand) -> None:
         push = hand.worker.server.push
-        hand.worker.server.push = lambda update, *rest: (seen.append(float(update[0])), push(update, *rest))[1]
+        hand.worker.server.push = lambda update, *rest, **options: (
+            seen.append(float(update[0])),
+            push(update, *rest, **options),
+        )[1]
         for _ in range(10):
             hand.tick()
         hand.finish()

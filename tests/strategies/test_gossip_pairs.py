@@ -77,7 +77,9 @@ def test_alone_in_pairs_a_worker_keeps_its_own_bits() -> None:
 
     def program(hand: Hand) -> tuple[float, float]:
         push = hand.worker.server.push
-        hand.worker.server.push = lambda *given: replace(push(*given), answer=torch.full_like(given[0], torch.nan))
+        hand.worker.server.push = lambda *given, **options: replace(
+            push(*given, **options), answer=torch.full_like(given[0], torch.nan)
+        )
         for _ in range(3):
             hand.tick()
         return float(hand.x), float(hand.center)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ class Scripted:
     def initialize(self, center: Tensor) -> None:
         pass
 
-    def push(self, update: Tensor, weight: float, bits: int) -> Pushed:
+    def push(self, update: Tensor, weight: float, bits: int, **_: Any) -> Pushed:
         self.weights.append(weight)
         applied, behind = next(self.answers)
         mean = torch.ones_like(update) if self.touched else torch.zeros_like(update)
@@ -116,7 +117,7 @@ def test_with_backups_only_a_step_without_any_rows_ends_a_stream(backups: int, w
     """Nobody who counted has rows: but one who came late may, and only a step of weight 0 has waited for all. (CASE 18)"""
 
     class Last(Scripted):
-        def push(self, update: Tensor, weight_: float, bits: int) -> Pushed:
+        def push(self, update: Tensor, weight_: float, bits: int, **_: Any) -> Pushed:
             return Pushed(applied=True, answer=update.clone(), weight=weight, bits=0)
 
     worker, strategy = Worker(server=Last([])), Quorum(backups=backups)  # type: ignore[arg-type]

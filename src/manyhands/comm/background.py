@@ -1,4 +1,4 @@
-"""Means that go on while the caller computes: a thread of the group's, which does them one after another."""
+"""Work that goes on while the caller computes: a thread beside it, which does one piece after another."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
 
-from typing_extensions import override
-
-from manyhands.comm.group import MeanResult, Work
 from manyhands.errors import ManyhandsError
 
 _LOOK_S = 1.0  # so often a waiting caller looks whether the thread still lives
 
 
-class Started(Work):
-    def __init__(self, work: Callable[[], MeanResult], thread: threading.Thread) -> None:
+T = TypeVar("T")
+
+
+class Started(Generic[T]):
+    def __init__(self, work: Callable[[], T], thread: threading.Thread) -> None:
         self._work, self._thread = work, thread
         self._over = threading.Event()
-        self._total: MeanResult | None = None
+        self._value: T | None = None
         self._error: Exception | None = None
 
     @property
     def over(self) -> bool:
         return self._over.is_set()
 
-    @override
-    def wait(self) -> MeanResult:
+    def wait(self) -> T:
+        """What the work gave, or raises what it raised."""
         self.wait_over()
         if self._error is not None:
             raise copy.copy(self._error)
-        assert self._total is not None
-        return self._total
+        return cast(T, self._value)
 
     def wait_over(self) -> None:
         """Return when it is done, well or not: it has its own deadlines."""
         while not self._over.wait(_LOOK_S):
             if not self._thread.is_alive() and not self.over:
-                raise ManyhandsError("the thread that computed this mean has ended; its own error is in the log")
+                raise ManyhandsError(
+                    "the thread that did this beside the caller has ended; its own error is in the log"
+                )
 
     def run(self) -> None:
         try:
-            self._total = self._work()
+            self._value = self._work()
         except (ManyhandsError, RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
             self._error = error
         finally:
@@ -51,16 +53,16 @@ class Started(Work):
 
 
 class Background:
-    """What is started is done in that order. The thread begins with the first; between two, the group is the caller's.
+    """What is started is done in that order. The thread begins with the first; between two, what it uses is the caller's.
 
-    Whoever uses the group otherwise calls `drain` first: it is never in the hands of two threads.
+    Whoever uses that otherwise calls `drain` first: it is never in the hands of two threads.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[Started | None] = queue.SimpleQueue()
-        self._under_way: deque[Started] = deque()
+        self._queue: queue.SimpleQueue[Started[Any] | None] = queue.SimpleQueue()
+        self._under_way: deque[Started[Any]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -68,7 +70,7 @@ class Background:
             self._under_way.popleft()
         return bool(self._under_way)
 
-    def start(self, work: Callable[[], MeanResult]) -> Started:
+    def start(self, work: Callable[[], T]) -> Started[T]:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -78,7 +80,7 @@ class Background:
         return started
 
     def drain(self) -> None:
-        """Return when nothing is under way. An error of what was is its handle's, and the group remembers it."""
+        """Return when nothing is under way. An error of what was is its handle's."""
         while self.busy:
             self._under_way[0].wait_over()
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,10 +68,9 @@ class MeanResult:
         return cls(total, union)
 
 
-class Work(ABC):
+class Work(Protocol):
     """A mean under way. Do not touch the tensor before `wait()` returned; wait in the order of starting."""
 
-    @abstractmethod
     def wait(self) -> MeanResult: ...
 
 

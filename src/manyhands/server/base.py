@@ -1,13 +1,15 @@
 """The contract of the server: what a strategy wants of it, and how a worker reaches it as `worker.server`.
 
 A worker calls `activate`, then in every step any of `pull` and `push` followed by `tick`, and `deactivate` when it has
-no rows left. `center`, `capture` and `restore` are called while no worker trains. Only one thread of a worker calls
+no rows left. It may compute while both are under way: `start_exchange`, in place of them, and `finish_exchange` in a
+later step. `center`, `capture` and `restore` are called while no worker trains. Only one thread of a worker calls
 them. None waits for ever: a server that is gone, or does not answer for `timeout_s`, raises PeerLost.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,14 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What a push and a pull gave that went on beside the caller."""
+
+    pushed: Pushed | None  # None: nothing was pushed
+    pulled: bool  # the center has come
+
+
+@dataclass(frozen=True, slots=True)
 class ServerState:
     """All that a server must remember: full vectors [D'] by name ("center", and the rule's own), and numbers (JSON)."""
 
@@ -72,6 +82,7 @@ class Server(ABC):
     ledger: Ledger
     shards: int = 1  # over which a vector is cut
     waited_s: float = 0.0  # seconds at the gate, or for an answer that was held back
+    pulled: Sequence[int] = ()  # by shard, the version of the newest center that has come; (): none yet
 
     @abstractmethod
     def initialize(self, center: Tensor) -> None:
@@ -86,14 +97,37 @@ class Server(ABC):
         """Copy the center, one consistent version of each shard, into `into` [D']."""
 
     @abstractmethod
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
+    def push(
+        self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0, *, since: Sequence[int] = ()
+    ) -> Pushed:
         """Give an update [D'] to the server's rule; applied exactly once. The caller may reuse `update` afterwards.
 
+        since: by shard, the version from which its staleness counts, as `pulled` said when its first gradient was
+        computed; (): the last pull's.
         An encoded one is decoded by each shard, and is to the rule what was decoded. BadInput for payloads that the
         codec cannot have made.
 
         Rules that answer, under bound 0, do so when all who take part have pushed in this tick, or finished it.
         """
+
+    @abstractmethod
+    def start_exchange(
+        self,
+        update: Tensor | Encoded | None = None,
+        weight: float = 1.0,
+        *,
+        into: Tensor | None = None,
+        since: Sequence[int] = (),
+    ) -> None:
+        """Begin a push, a pull `into` [D'] that sees it, or both, and return; the step's `tick` goes along.
+
+        None of their memory is touched until `finish_exchange`. One at a time, and under another bound than 0. Any
+        other call waits until it is over.
+        """
+
+    @abstractmethod
+    def finish_exchange(self) -> Exchanged | None:
+        """Wait for what was started, and say what came of it; None: nothing was."""
 
     @property
     @abstractmethod

@@ -9,16 +9,18 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from manyhands.comm.background import Background
 from manyhands.comm.checks import MEAN_DTYPES, FirstError, bits_bytes, bits_of, check_mean, slice_of
 from manyhands.comm.group import Ledger
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, is_whole
-from manyhands.server.base import Encoded, Pushed, Server, ServerSpec, ServerState
+from manyhands.server.base import Encoded, Exchanged, Pushed, Server, ServerSpec, ServerState
 from manyhands.server.protocol import SMALL_BYTES, Kind, VectorPlace, about, snapshot_of
 from manyhands.server.pushes import Applied, Dropped, Held
 from manyhands.server.shard_ranges import check_encoded, codec_for, cut, joined, parts_of
@@ -29,6 +31,7 @@ from manyhands.transport.frame import Frame, FrameError, from_json, to_json
 from manyhands.units import printable
 
 T = TypeVar("T")
+_CLOSING_S = 5.0
 PushReply = Applied | Held | Dropped
 Connect = Callable[[int], Channel]
 """shard -> a channel to its primary, another one than before. For shards of which there are copies: it waits until there
@@ -43,19 +46,86 @@ class ServerClient(Server):
         self.step = 0  # finished ticks, for messages
         self._sequence = 0  # of the last push
         self._journal = PushJournal()
+        self._started: Exchange | None = None
 
     @override
     def pull(self, into: Tensor) -> None:
-        self._journal.pulled(self._read("pull", into))
+        self._has_pulled(self._read("pull", into), into)
 
     @override
     def center(self, into: Tensor) -> None:
         self._read("center", into)
+        self._count("center", into)
 
     @override
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
-        replies, answer = self._push(update, self._sequence + 1, weight, bits)
+    def push(
+        self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0, *, since: Sequence[int] = ()
+    ) -> Pushed:
+        replies, answer = self._push(update, self._sequence + 1, weight, bits, since)
         self._sequence += 1
+        return self._has_pushed(update, weight, replies, answer)
+
+    @override
+    def start_exchange(
+        self,
+        update: Tensor | Encoded | None = None,
+        weight: float = 1.0,
+        *,
+        into: Tensor | None = None,
+        since: Sequence[int] = (),
+    ) -> None:
+        assert self._started is None, "one exchange at a time: call finish_exchange first"
+        assert self.spec.bound != 0, "where all are in step, nobody computes while it exchanges"
+        self._started = Exchange(update=update, weight=weight, into=into, since=since)
+
+    @override
+    def finish_exchange(self) -> Exchanged | None:
+        if (started := self._started) is None:
+            return None
+        self._send(started)
+        self._started = None
+        assert started.wait is not None
+        return started.wait()
+
+    def _send(self, started: Exchange, bits: int | None = None) -> None:
+        """Now, unless it has left. bits: those of the tick that goes along; None: none does."""
+        if started.wait is None:
+            started.wait = self._begin(started, bits)
+
+    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+        """Begin it; what waits for its end. Here, where nothing takes time, it is over at once."""
+        pushed, versions = None, None
+        if exchange.update is not None:
+            self._sequence += 1
+            pushed = self._push(exchange.update, self._sequence, exchange.weight, 0, exchange.since)
+        if exchange.into is not None:
+            versions = self._read("pull", exchange.into)
+        if bits is not None:
+            self._tick(bits)
+        return lambda: self._exchanged(exchange, pushed, versions)
+
+    def _exchanged(
+        self,
+        exchange: Exchange,
+        pushed: tuple[Sequence[PushReply], Tensor | None] | None,
+        versions: list[int] | None,
+    ) -> Exchanged:
+        """An exchange is over: what came of its push and of its pull is counted, and known from now on."""
+        what = None
+        if exchange.update is not None and pushed is not None:
+            what = self._has_pushed(exchange.update, exchange.weight, *pushed)
+        if exchange.into is not None and versions is not None:
+            self._has_pulled(versions, exchange.into)
+        return Exchanged(what, versions is not None)
+
+    def _has_pulled(self, versions: list[int], into: Tensor) -> None:
+        self._count("pull", into)
+        self._journal.pulled(versions)
+        self.pulled = versions
+
+    def _has_pushed(
+        self, update: Tensor | Encoded, weight: float, replies: Sequence[PushReply], answer: Tensor | None
+    ) -> Pushed:
         self._count("push", update)
         if answer is not None:
             self._count("answer", answer)
@@ -74,6 +144,9 @@ class ServerClient(Server):
     @override
     def tick(self, bits: int = 0) -> int:
         self.step += 1
+        if self._started is not None and self._started.wait is None:  # an exchange of this step: they go together
+            self._send(self._started, None if self.spec.bound is None else bits)
+            return bits
         return bits if self.spec.bound is None else self._tick(bits)
 
     @override
@@ -86,7 +159,7 @@ class ServerClient(Server):
 
     @abstractmethod
     def _push(
-        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int] = ()
     ) -> tuple[Sequence[PushReply], Tensor | None]:
         """The reply of each shard, and the answer [D'] of all, if there is one."""
 
@@ -96,6 +169,17 @@ class ServerClient(Server):
 
     def _count(self, operation: str, vector: Tensor | Encoded) -> None:
         self.ledger.add(operation, vector.nbytes, self.shards)
+
+
+@dataclass
+class Exchange:
+    """A push and a pull that go on beside the caller; see `Server.start_exchange`."""
+
+    update: Tensor | Encoded | None
+    weight: float
+    into: Tensor | None
+    since: Sequence[int]
+    wait: Callable[[], Exchanged] | None = None  # once it was sent
 
 
 class PushJournal:
@@ -156,6 +240,7 @@ class ServedServer(FirstError, ServerClient):
         self._connections = [
             ShardConnection(shard, channel, hosts, memory_from, connect) for shard, channel in enumerate(first)
         ]
+        self._background = Background("manyhands-server")
         self._like: tuple[int, torch.dtype] | None = None  # elements and dtype of the center
         self._answer: Tensor | None = None  # [D'] where the shards' answers are put together
 
@@ -163,6 +248,7 @@ class ServedServer(FirstError, ServerClient):
     def initialize(self, center: Tensor) -> None:
         """As the contract. The first worker at the first shard gives to all: parts of two centers are never mixed."""
         parts = self._parts("initialize", center)
+        self._background.drain()
         with self._turn():
             wins = True
             for connection, part in zip(self._connections, parts, strict=True):
@@ -234,22 +320,55 @@ class ServedServer(FirstError, ServerClient):
     @override
     def close(self) -> None:
         for connection in self._connections:
-            connection.close()
+            connection.close()  # what is under way fails
+        self._background.close(_CLOSING_S)
 
     # -- all shards ----------------------------------------------------------------------------------------------------
 
     def _each(self, ask: Callable[[ShardConnection], object], take: Callable[[ShardConnection], T]) -> list[T]:
         """Ask all shards, then take their answers. Both may be called again, for a shard's next primary."""
+        self._background.drain()
+        return self._each_now(ask, take)
+
+    def _each_now(self, ask: Callable[[ShardConnection], object], take: Callable[[ShardConnection], T]) -> list[T]:
         with self._turn():
             for connection in self._connections:
                 connection.begin(ask)
             return [connection.finish(take) for connection in self._connections]
 
-    def _tell(self, operation: str, kind: Kind, answer: Kind = Kind.DONE, **fields: Any) -> Frame:
-        """Ask all shards; the first one's answer."""
-        return self._each(
-            lambda one: one.ask(operation, self.step, kind, **fields), lambda one: self._answer_of(one, answer)
-        )[0]
+    @override
+    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+        """All that it asks is sent before the first answer is awaited, in a thread beside the caller's."""
+        update, into = exchange.update, exchange.into
+        requests: list[Request] = []
+        if update is not None:
+            self._sequence += 1
+            requests.append(self._request_to_push(update, self._sequence, exchange.weight, 0, exchange.since))
+        if into is not None:
+            requests.append(self._request_to_read("pull", into))
+        if bits is not None:
+            requests.append(self._request_to_tick(bits))
+
+        def ask(connection: ShardConnection) -> None:
+            for request in requests:
+                request.ask(connection)
+
+        def take(connection: ShardConnection) -> list[Any]:
+            return [request.take(connection) for request in requests]
+
+        self._background.drain()
+        started = self._background.start(lambda: self._each_now(ask, take))
+
+        def wait() -> Exchanged:
+            answers = [list(of_all) for of_all in zip(*started.wait(), strict=True)]  # of each request, by shard
+            pushed = None if update is None else self._answers_to_push(answers.pop(0))
+            return self._exchanged(exchange, pushed, None if into is None else answers.pop(0))
+
+        return wait
+
+    def _tell(self, operation: str, kind: Kind) -> None:
+        """Tell all shards, and wait until it is done."""
+        self._each(lambda one: one.ask(operation, self.step, kind), lambda one: self._answer_of(one, Kind.DONE))
 
     def _answer_of(self, connection: ShardConnection, *kinds: Kind) -> Frame:
         """Of one shard; a shard that is gone is noticed also while another one waits for workers."""
@@ -261,6 +380,10 @@ class ServedServer(FirstError, ServerClient):
 
     @override
     def _read(self, operation: str, into: Tensor) -> list[int]:
+        request = self._request_to_read(operation, into)
+        return self._each(request.ask, request.take)
+
+    def _request_to_read(self, operation: str, into: Tensor) -> Request:
         parts = self._parts(operation, into)
         kind = Kind.PULL if operation == "pull" else Kind.PEEK
 
@@ -271,24 +394,33 @@ class ServedServer(FirstError, ServerClient):
         def take(connection: ShardConnection) -> int:
             frame = connection.answer(Kind.CENTER)
             connection.read_center(frame, parts[connection.shard])
+            self._like = (into.numel(), into.dtype)
             return frame.a
 
-        versions = self._each(ask, take)
-        self._like = (into.numel(), into.dtype)
-        self._count(operation, into)
-        return versions
+        return Request(ask, take)
 
     @override
     def _push(
-        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int] = ()
     ) -> tuple[Sequence[PushReply], Tensor | None]:
+        request = self._request_to_push(update, sequence, weight, bits, since)
+        return self._answers_to_push(self._each(request.ask, request.take))
+
+    def _answers_to_push(self, taken: list[tuple[PushReply, bool]]) -> tuple[Sequence[PushReply], Tensor | None]:
+        return [reply for reply, _ in taken], self._answer if any(answered for _, answered in taken) else None
+
+    def _request_to_push(
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int]
+    ) -> Request:
         """An answer is taken before the next shard's reply: should that one be lost, this one's stands."""
         parts, likes = self._of_push(update, weight, bits)
         fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
 
         def ask(connection: ShardConnection) -> None:
-            connection.attach("push", self.step, likes[connection.shard])
-            connection.push(self.step, parts[connection.shard], encoded=isinstance(update, Encoded), **fields)
+            shard = connection.shard
+            counts_from = since[shard] + 1 if since else 0
+            connection.attach("push", self.step, likes[shard])
+            connection.push(self.step, parts[shard], encoded=isinstance(update, Encoded), a=counts_from, **fields)
 
         def take(connection: ShardConnection) -> tuple[PushReply, bool]:
             frame = self._answer_of(connection, Kind.APPLIED, Kind.DROPPED, Kind.HELD)
@@ -296,13 +428,18 @@ class ServedServer(FirstError, ServerClient):
                 return _reply(frame), False
             return _reply(frame), connection.read_answer(frame, self._place_of_answer(update)[connection.shard])
 
-        taken = self._each(ask, take)
-        return [reply for reply, _ in taken], self._answer if any(answered for _, answered in taken) else None
+        return Request(ask, take)
 
     @override
     def _tick(self, bits: int) -> int:
-        number = {"sequence": self.step} if self._numbers_ticks else {}
-        return bits_of(self._tell("tick", Kind.TICK, Kind.GO, blob=bits_bytes(bits), **number).blob)
+        request = self._request_to_tick(bits)
+        return bits_of(self._each(request.ask, request.take)[0].blob)
+
+    def _request_to_tick(self, bits: int) -> Request:
+        fields: dict[str, Any] = {"blob": bits_bytes(bits)} | ({"sequence": self.step} if self._numbers_ticks else {})
+        return Request(
+            lambda one: one.ask("tick", self.step, Kind.TICK, **fields), lambda one: self._answer_of(one, Kind.GO)
+        )
 
     def _of_push(self, update: Tensor | Encoded, weight: float, bits: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """What each shard is sent of an update (its part, or its payload), and a vector like its part of the center.
@@ -343,6 +480,13 @@ class ServedServer(FirstError, ServerClient):
             raise
         finally:
             self.waited_s = sum(connection.waited_s for connection in self._connections)
+
+
+class Request(NamedTuple):
+    """What each shard is asked, and how its answer is taken."""
+
+    ask: Callable[[ShardConnection], object]
+    take: Callable[[ShardConnection], Any]
 
 
 def _reply(frame: Frame) -> PushReply:

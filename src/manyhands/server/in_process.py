@@ -36,6 +36,7 @@ class Load(NamedTuple):
     work: Sequence[int] = ()  # bytes that the shard goes through
     decode_s: Sequence[float] = ()  # seconds before that
     again: bool = False  # the store itself knows a request that comes again
+    brings: Sequence[int] = ()  # bytes that travel back, where the answer does not show it
 
 
 NO_LOAD = Load()
@@ -89,6 +90,11 @@ class StoreClient(ServerClient):
 
     @override
     def _read(self, operation: str, into: Tensor) -> list[int]:
+        acts, load = self._acts_to_read(operation, into)
+        versions: list[int] = self._ask(operation, acts, load)
+        return versions
+
+    def _acts_to_read(self, operation: str, into: Tensor) -> tuple[list[Act], Load]:
         self._check(into.shape, "a center")
 
         def read(part: Tensor, store: Store) -> int:
@@ -99,40 +105,45 @@ class StoreClient(ServerClient):
             return version
 
         parts = parts_of(into.detach(), self.shards)
-        acts = [partial(read, part) for part in parts]
-        versions = self._ask(operation, acts, Load(needs_center=True, work=[part.nbytes for part in parts]))
-        self._count(operation, into)
-        return versions
+        return [partial(read, part) for part in parts], Load(needs_center=True, work=[part.nbytes for part in parts])
 
     @override
     def _push(
-        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int] = ()
     ) -> tuple[Sequence[PushReply], Tensor | None]:
-        def push(part: Tensor, store: Store) -> PushReply | object:
+        acts, load = self._acts_to_push(update, sequence, weight, bits, since)
+        return answers_to_push(self._ask("push", acts, load))
+
+    def _acts_to_push(
+        self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int]
+    ) -> tuple[list[Act], Load]:
+        def push(part: Tensor, version: int | None, store: Store) -> PushReply | object:
             given = part
             if isinstance(update, Encoded):
                 given = codec_for(self.spec).decode(part, len(store.center), update.dtype)
-            reply = store.push(self._worker, sequence, given, weight, bits)
+            reply = store.push(self._worker, sequence, given, weight, bits, version)
             original = reply.reply if isinstance(reply, Duplicate) else reply
             return HELD if isinstance(original, Held) and store.rule.answers else original
 
         parts = self._parts(update, weight, bits)
-        acts = [partial(push, part) for part in parts]
-        replies: list[PushReply] = self._ask("push", acts, self._load_of_push(update, parts))
-        answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
-        return replies, torch.cat(answers) if answers else None  # of its own, since a shard's may be everybody's
+        counts_from: Sequence[int | None] = since or [None] * self.shards
+        acts: list[Act] = [partial(push, part, one) for part, one in zip(parts, counts_from, strict=True)]
+        return acts, self._load_of_push(update, parts)
 
     def _load_of_push(self, update: Tensor | Encoded, parts: Sequence[Tensor]) -> Load:
         return NO_LOAD
 
     @override
     def _tick(self, bits: int) -> int:
+        go: Go = self._ask_each("tick", self._act_to_tick(bits))[0]
+        return go.bits
+
+    def _act_to_tick(self, bits: int) -> Act:
         def tick(store: Store) -> Go | object:
             reply = store.tick(self._worker, bits, self.step if self._numbers_ticks else 0)
             return reply if isinstance(reply, Go) else HELD
 
-        go: Go = self._ask_each("tick", tick)[0]
-        return go.bits
+        return tick
 
     def _ask_each(self, operation: str, act: Act) -> list[Any]:
         return self._ask(operation, [act] * self.shards)
@@ -161,6 +172,11 @@ class StoreClient(ServerClient):
     def _check_length(self, shape: Sequence[int], what: str, length: int) -> None:
         if len(shape) != 1 or shape[0] != length:
             raise BadInput(f"{what} must be a flat vector of {length} elements here; got the shape {list(shape)}")
+
+
+def answers_to_push(replies: list[PushReply]) -> tuple[Sequence[PushReply], Tensor | None]:
+    answers = [reply.answer for reply in replies if not isinstance(reply, Held) and reply.answer is not None]
+    return replies, torch.cat(answers) if answers else None  # of its own, since a shard's may be everybody's
 
 
 def _initialize(center: Tensor, store: Store) -> bool:

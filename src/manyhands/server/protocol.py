@@ -15,7 +15,7 @@ none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and 
 | PULL       | a: elements, b: a dtype's number   | CENTER, a: version, and the center; or b: its slot of the memory         |
 | PEEK       | as PULL                            | as PULL, unseen by staleness and gate                                    |
 | RELEASE    | (the slot was read)                | none                                                                     |
-| PUSH       | update, weight, bits, sequence     | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
+| PUSH       | update, weight, bits, sequence, a  | APPLIED, DROPPED or HELD; a: version, b: staleness; and an answer, below |
 | ENCODED    | payload, weight, bits, sequence    | as PUSH                                                                  |
 | TICK       | bits; its number, or sequence 0    | GO, bits                                                                 |
 | DEACTIVATE |                                    | DONE                                                                     |
@@ -23,6 +23,8 @@ none. A payload is what `ServerSpec.compress` makes of an update, as uint8, and 
 | RESTORE    | JSON: names, numbers; then VECTORs | DONE                                                                     |
 | GOODBYE    |                                    | none: the connection ends                                                |
 
+A push's `a` is one more than the version from which its staleness counts, 0 for that of the last pull. A worker may send a
+push, a pull and a tick before it reads their answers, which come in that order.
 DROPPED has in b how many steps this worker is behind. The answer to a push comes with weight and bits; `sequence` gives
 where its vector is (`VectorPlace`). REFUSED (JSON: error, message) answers what cannot be right; LATE (JSON: worker,
 seconds) what waited for that worker too long, -1 for all.

@@ -394,11 +394,18 @@ class Shard:
                 self.published.unpin(worker)
 
     def push(
-        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int, sent: Tensor | None = None
+        self,
+        worker: int,
+        sequence: int,
+        update: Tensor,
+        weight: float,
+        bits: int,
+        since: int | None = None,
+        sent: Tensor | None = None,
     ) -> tuple[Applied | Held | Dropped, int]:
         """(`Store.push`, counted, the index of the call); a duplicate gets the reply of the first. sent: see `make`."""
         with self.changed:
-            fields: dict[str, Any] = {"vectors": (update,), "weight": weight, "bits": bits}
+            fields: dict[str, Any] = {"vectors": (update,), "weight": weight, "bits": bits, "numbers": since}
             reply, index = self.make(Call.PUSH, worker, sequence, sent=sent, **fields)
             if isinstance(reply, Duplicate):
                 return reply.reply, index
@@ -551,8 +558,9 @@ class Connection:
     def _push(self, frame: Frame) -> None:
         update, sent = self._update(frame)
         reply: object
+        since = frame.a - 1 if frame.a else None
         reply, index = self._shard.push(
-            self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob), sent=sent
+            self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob), since, sent
         )
         self._shard.leave(index, self._alive)
         if isinstance(reply, Held) and not self._shard.store.rule.answers:

@@ -63,14 +63,14 @@ class _WorkerState:
         self.active_from = 0  # the ticks that it counted as finished when it last became active
         self.pushed_in = -1  # the tick since then in which it last pushed, from 0; -1: in none
         self.pulled = 0  # the version at its last pull
-        self.own = 0  # versions since then that it had a part in
+        self.own: list[int] = []  # versions that it had a part in, since the one on which its last push was based
         self.ticks = 0  # the number of its last finished tick, where ticks are numbered
         self.go = Go(0)  # the answer to its last tick that was answered
         self.stale: Tensor | None = None  # [n] that version, for rules that keep it
 
     def numbers(self) -> dict[str, Any]:
         """All but the vectors, as JSON."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"go": self.go.bits}
+        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"go": self.go.bits, "own": [*self.own]}
         match self.reply:
             case Applied(version, staleness, _, weight, bits):
                 numbers["applied"] = [version, staleness, weight, bits]
@@ -84,7 +84,7 @@ class _WorkerState:
         """What `numbers` gave, and the answer of the last push."""
         for name in _NUMBERS:
             setattr(self, name, numbers[name])
-        self.go = Go(numbers["go"])
+        self.go, self.own = Go(numbers["go"]), [*numbers["own"]]
         if "applied" in numbers:
             version, staleness, weight, bits = numbers["applied"]
             self.reply = Applied(version, staleness, answer, weight, bits)
@@ -95,7 +95,7 @@ class _WorkerState:
             self.reply = Dropped(version, answer, weight, bits, behind)
 
 
-_NUMBERS = ("generation", "lost", "sequence", "active_from", "pushed_in", "pulled", "own", "ticks")
+_NUMBERS = ("generation", "lost", "sequence", "active_from", "pushed_in", "pulled", "ticks")
 
 
 class Store:
@@ -180,18 +180,19 @@ class Store:
     def pull(self, worker: int) -> int:
         """The version of `center`, which the caller reads before its next call. Refused before `initialize`."""
         state, center = self._checked(worker), self.read()
-        state.pulled, state.own = self.version, 0
+        state.pulled = self.version
         self.rule.look(worker)
         if self.rule.keeps_pulled:
             state.stale = center.clone() if state.stale is None else state.stale.copy_(center)
         return self.version
 
     def push(
-        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int
+        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int, since: int | None = None
     ) -> Applied | Held | Dropped | Duplicate:
         """Merge `update` [n], exactly once: sequence numbers of a generation are 1, 2, 3, …; the last may be sent
         again.
 
+        since: the version from which its staleness counts, not before that of the last push; None: the last pull's.
         `update` is the caller's again afterwards. Refused: a worker that takes no part, an older sequence number, a
         gap.
         """
@@ -205,7 +206,12 @@ class Store:
                 "each push is sent in order, and again only until it is answered"
             )
         self._check(update, weight, bits)
+        if since is not None and not 0 <= since <= self.version:
+            raise InvalidCall(f"an update based on version {since} came, and the center is at version {self.version}")
+        since = state.pulled if since is None else since
         push = Push(worker=worker, generation=state.generation, update=update, weight=weight, bits=bits)
+        state.own = [version for version in state.own if version > since]
+        push.staleness = self.version - since - len(state.own)
         reply = self._receive(state, push)
         state.sequence, state.reply = sequence, reply
         state.pushed_in = self._gate.finished(worker) - state.active_from
@@ -290,7 +296,7 @@ class Store:
         self.rule.load(self._center, vectors, numbers)
         self.policy.reset(self.version)
         for worker, state in enumerate(self._states):
-            state.pulled, state.own = self.version, 0
+            state.pulled, state.own = self.version, []
             kept = vectors.get(f"pulled {worker}")
             state.stale = None if kept is None else kept.clone()
 
@@ -372,7 +378,6 @@ class Store:
             )
 
     def _receive(self, state: _WorkerState, push: Push) -> Applied | Held | Dropped:
-        push.staleness = self.version - state.pulled - state.own
         push.pulled = state.stale
         reply = self.policy.receive(push, self.version, self._gate.finished(push.worker))
         if isinstance(reply, Held):
@@ -412,14 +417,14 @@ class Store:
             self._center = new
         self.version += self.policy.makes_version(pushes)
         for worker in {push.worker for push in live}:
-            self._states[worker].own += 1
+            self._states[worker].own.append(self.version)
         if self.rule.answers:
             for push in pushes:
                 push.answer = torch.zeros_like(push.update) if push.answer is None else push.answer
         replies = self.policy.replies(pushes, self.version)
         for push, reply in zip(pushes, replies, strict=True):
             if reply.answer is not None:  # an answer shows the worker the center as a pull does
-                self._states[push.worker].pulled, self._states[push.worker].own = self.version, 0
+                self._states[push.worker].pulled = self.version
         return replies
 
     def _remember(self, push: Push, reply: Applied) -> None:

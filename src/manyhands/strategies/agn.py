@@ -9,11 +9,12 @@ from typing_extensions import override
 
 from manyhands.server.base import ServerSpec
 from manyhands.strategies.base import Traits
+from manyhands.strategies.server_strategy import OverlapOptions
 from manyhands.strategies.window import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class AGN(Windowed):
+class AGN(Windowed, OverlapOptions):
     """Accumulated gradient normalization.
 
     Source: Accumulated Gradient Normalization, Joeri R. Hermans, Gerasimos Spanakis, Rico Möckel, 2017. dist-keras, by
@@ -25,7 +26,9 @@ class AGN(Windowed):
     4. The server adds it to the center.
 
     Deviations: any optimizer instead of plain SGD, whose momentum or moments stay with the worker when it pulls. A
-    window that an epoch's end cuts short is divided by the steps that it had, and enters too.
+    window that an epoch's end cuts short is divided by the steps that it had, and enters too. A worker waits for its push
+    and its pull; with `overlap` it computes meanwhile, and the first gradient of a window is taken where the one before
+    ended.
     """
 
     window: int = 4
@@ -40,6 +43,10 @@ class AGN(Windowed):
     traits: ClassVar[Traits] = Traits(
         period="window", behind=("it divides a window's update by its steps", "use window=1")
     )
+
+    @override
+    def overlaps(self) -> bool:
+        return self.overlap
 
     @override
     def server(self) -> ServerSpec:

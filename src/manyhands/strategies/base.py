@@ -157,7 +157,15 @@ class Strategy(ABC):
 
     def fixed_members(self) -> str:
         """Why no worker may be lost, leave or join while this trains; "" where they may."""
-        return ""
+        return self.fixed_shards()
+
+    def fixed_shards(self) -> str:
+        """Why no server shard may be lost while this trains; "" where they may."""
+        return "with overlap=true nobody knows what of an exchange under way the server has" if self.overlaps() else ""
+
+    def overlaps(self) -> bool:
+        """Whether a worker computes its next gradient while it exchanges with the server."""
+        return False
 
     def fixed_places(self) -> str:
         """Why no more workers may take part than at the start; "" where they may."""
@@ -245,6 +253,9 @@ class Strategy(ABC):
     def forget_exchange(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """Members were lost: what was on its way between them is gone, and the open windows go on with it. No
         communication. Called on all members of the next generation, before they close the open round."""
+
+    def settle(self, worker: Worker, state: Any) -> None:  # noqa: B027
+        """A checkpoint is about to be taken, between two ticks: what is under way is to be over, and in the state."""
 
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""

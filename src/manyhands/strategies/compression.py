@@ -9,7 +9,7 @@ gradient for it; until then its residual waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,6 +29,7 @@ from manyhands.server.base import Encoded, Pushed
 from manyhands.server.shard_ranges import parts_of
 from manyhands.strategies import server_strategy
 from manyhands.strategies.base import State, server_of
+from manyhands.strategies.server_strategy import OverlapState
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class CompressedState(State):
             return None
         total = sum((other.residual for other in others), torch.zeros_like(self.residual))
         return self.residual.copy_(total / (size if adds else len(others)))
+
+
+@dataclass(kw_only=True)
+class CompressedOverlapState(OverlapState, CompressedState):
+    """Of a strategy that may do both."""
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -221,16 +227,50 @@ def push(
     update: FlatVector,
     weight: float = 1.0,
     bits: int = 0,
+    since: Sequence[int] = (),
 ) -> Pushed:
     """`Server.push` of an update, compressed. With one worker nothing is."""
     codec = codec_of(options.compress)
     if codec is None or worker.mesh.data.size == 1:
-        return server_strategy.push(replica, worker, update, weight, bits)
+        return server_strategy.push(replica, worker, update, weight, bits, since)
     whole = _with_residual(state, update.joined())
-    pushed, own = _push(codec, replica, worker, state, whole, weight, bits)
+    encoded, own = _encoded(codec, replica, worker, state, whole, weight)
+    pushed = server_of(worker).push(encoded, weight, bits, since=since)
     if weight and pushed.applied:
         _remember(codec, state, whole, own, replica.layout, _everything(replica.layout))
     return pushed
+
+
+def start_exchange(
+    options: CompressOptions,
+    replica: Replica,
+    worker: Worker,
+    state: CompressedOverlapState,
+    update: FlatVector | None,
+    weight: float = 1.0,
+    *,
+    pull: bool,
+) -> None:
+    """`Server.start_exchange`, compressed, of a rule that drops nothing. update: not touched until it is over."""
+    codec, into, server = codec_of(options.compress), state.coming if pull else None, server_of(worker)
+    if update is None:
+        server.start_exchange(into=into)
+    elif codec is None or worker.mesh.data.size == 1:
+        server.start_exchange(update.joined(), weight, into=into, since=state.since)
+    else:
+        whole = _with_residual(state, update.joined())
+        encoded, own = _encoded(codec, replica, worker, state, whole, weight)
+        server.start_exchange(encoded, weight, into=into, since=state.since)
+        _remember(codec, state, whole, own, replica.layout, _everything(replica.layout))
+
+
+def take_center(options: CompressOptions, replica: Replica, state: OverlapState) -> None:
+    """The center that has come, into the replica's parameters."""
+    assert state.coming is not None
+    replica.parameters.take_joined_(state.coming)
+    state.has_come = False
+    replica.rounds += 1
+    clear_padding(options, replica, replica.parameters)
 
 
 def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, state: CompressedState) -> Pushed:
@@ -245,7 +285,8 @@ def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, s
     layout, weight = replica.layout, replica.weight
     whole = _with_residual(state, replica.gradients.joined())
     vector = _without(layout, whole.clone(), replica.grad_mask)
-    pushed, own = _push(codec, replica, worker, state, vector, weight, bits)
+    encoded, own = _encoded(codec, replica, worker, state, vector, weight)
+    pushed = server_of(worker).push(encoded, weight, bits)
     grad_mask = pushed.bits >> replica.control.width
     if pushed.answer is not None:
         _without(layout, pushed.answer, grad_mask)
@@ -254,16 +295,10 @@ def push_gradients(options: CompressOptions, replica: Replica, worker: Worker, s
     return pushed
 
 
-def _push(
-    codec: Codec,
-    replica: Replica,
-    worker: Worker,
-    state: CompressedState,
-    vector: Tensor,
-    weight: float,
-    bits: int = 0,
-) -> tuple[Pushed, Tensor]:
-    """The server's reply, and [D'] what was sent to it."""
+def _encoded(
+    codec: Codec, replica: Replica, worker: Worker, state: CompressedState, vector: Tensor, weight: float
+) -> tuple[Encoded, Tensor]:
+    """What the server is sent, and [D'] what it makes of it."""
     server = server_of(worker)
     if not weight:
         vector = torch.zeros_like(vector)
@@ -274,8 +309,7 @@ def _push(
         own.append(codec.decode(payloads[-1], len(part), part.dtype))
         at += len(part)
     state.sent += weight > 0
-    pushed = server.push(Encoded(tuple(payloads), len(vector), vector.dtype), weight, bits)
-    return pushed, torch.cat(own).to(vector.device)
+    return Encoded(tuple(payloads), len(vector), vector.dtype), torch.cat(own).to(vector.device)
 
 
 # -- residuals ---------------------------------------------------------------------------------------------------------

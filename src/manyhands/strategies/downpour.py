@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,8 +17,8 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.rules.outer import ELEMENTWISE
 from manyhands.strategies import compression, server_strategy
 from manyhands.strategies.base import Needs, StepResult, Strategy, Traits
-from manyhands.strategies.compression import CompressedState, CompressOptions
-from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.strategies.compression import CompressedOverlapState, CompressOptions
+from manyhands.strategies.server_strategy import AsyncOptions, Outgoing, OverlapOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class DownpourState(CompressedState):
+class DownpourState(CompressedOverlapState):
     """What this worker did that the server does not have yet."""
 
     start: FlatVector  # where the parameters stood at the last pull or push
@@ -40,14 +41,14 @@ class DownpourState(CompressedState):
     def merge(self, others: list[DownpourState], rank: int, size: int) -> DownpourState:
         """With another number of ranks, all start at the center: unpushed updates are lost, except residuals."""
         if len(others) == size:
-            return others[rank]
+            return self.follow(others[rank])
         self.accrued.zero_()
         residual = self.shared(others, size, adds=True)
         return replace(self, residual=residual, interrupted=False, ticks=0, steps=0, weight=0.0, stale=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Downpour(AsyncOptions, CompressOptions, Strategy):
+class Downpour(AsyncOptions, CompressOptions, OverlapOptions, Strategy):
     """Asynchronous SGD with a parameter server.
 
     Source: Large Scale Distributed Deep Networks, Jeffrey Dean, Greg Corrado, Rajat Monga, Kai Chen, Matthieu Devin,
@@ -64,7 +65,9 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     that is the paper's sum of gradients times its rate. A pull that comes before a push leaves the own unpushed updates
     in the parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates:
     with `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the
-    paper. Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed.
+    paper. Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed. A step
+    waits for its pull and its push, where the paper's client fetches and pushes in threads beside it: `overlap` does so.
+    What it begins in a step is over when the next gradient is computed, which then moves the center as all updates do.
     """
 
     push_every: int = 1
@@ -93,6 +96,7 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, push_every=self.push_every, pull_every=self.pull_every)
         server_strategy.check_pace(self.name, self.bound, self.warmup)
+        server_strategy.check_overlap(self.name, self.overlap, self.bound)
         compression.check(self.name, self)
         rate = self.outer_rate
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
@@ -121,6 +125,10 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
             )
 
     @override
+    def overlaps(self) -> bool:
+        return self.overlap
+
+    @override
     def server(self) -> ServerSpec:
         if self.rule == "add" or ".py:" in self.rule:
             return ServerSpec(rule=self.rule, bound=self.bound, compress=self.compress)
@@ -142,30 +150,29 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
     @override
     def start(self, replica: Replica, worker: Worker) -> DownpourState:
         memory = compression.remembered(self, replica, worker)
-        return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory)
+        overlap = server_strategy.overlapping(replica, self.overlap)
+        return DownpourState(start=replica.zeros(), accrued=replica.zeros(), **memory, **overlap)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
-        if not state.stale:
-            return
-        keep = state.steps > 0 and self.rule != "adagrad"
-        if keep:
-            state.accrued.add_(replica.parameters).sub_(state.start)
-            state.interrupted = True
-        compression.pull(self, replica, worker)
-        state.start.copy_(replica.parameters)
-        if keep:
-            replica.parameters.add_(state.accrued)
-            state.start.copy_(replica.parameters)
-        state.stale = False
+        if state.stale:
+            self._take_center(replica, state, lambda: compression.pull(self, replica, worker))
+            state.stale = False
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: DownpourState) -> StepResult:
+        if not state.steps:
+            state.note_center(worker)
         applied = self.step_alone(replica, worker, state)
         state.ticks += 1
-        if state.ticks % self.push_every == 0:
+        push, pull = state.ticks % self.push_every == 0, state.ticks % self.pull_every == 0
+        if state.outgoing is not None:
+            self._land(replica, worker, state)
+            self._start(replica, worker, state, state.outgoing, push, pull)
+            return StepResult(applied=applied)
+        if push:
             self._push(replica, worker, state)
-        state.stale = state.ticks % self.pull_every == 0
+        state.stale = pull
         return StepResult(applied=applied)
 
     @override
@@ -183,7 +190,12 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
         return state.ticks % self.push_every
 
     @override
+    def settle(self, worker: Worker, state: DownpourState) -> None:
+        state.arrive(worker)
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
+        self._land(replica, worker, state)
         self._push(replica, worker, state)
         state.ticks, state.stale = 0, True
 
@@ -198,15 +210,53 @@ class Downpour(AsyncOptions, CompressOptions, Strategy):
             return 1.0
         return float(inspect.signature(getattr(torch.optim, _optimizer(self.rule))).parameters["lr"].default)
 
+    def _take_center(self, replica: Replica, state: DownpourState, receive: Callable[[], None]) -> None:
+        """`receive` puts the center into the parameters; updates that it does not have yet stay on top."""
+        keep = state.steps > 0 and self.rule != "adagrad"
+        if keep:
+            state.accrued.add_(replica.parameters).sub_(state.start)
+            state.interrupted = True
+        receive()
+        state.start.copy_(replica.parameters)
+        if keep:
+            replica.parameters.add_(state.accrued)
+            state.start.copy_(replica.parameters)
+
     def _push(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
         if not state.steps:
             return
-        update = state.accrued
-        if self.rule != "adagrad":
-            update = state.start.subtract_(replica.parameters, state.start)
-            if state.interrupted:
-                update.add_(state.accrued)
-        compression.push(self, replica, worker, state, update, state.weight)
+        update = self._update(replica, state, state.start)
+        compression.push(self, replica, worker, state, update, state.weight, since=state.since)
+        self._begin_anew(replica, state)
+
+    def _start(
+        self, replica: Replica, worker: Worker, state: DownpourState, outgoing: Outgoing, push: bool, pull: bool
+    ) -> None:
+        """Begin what is due; the next step lands it."""
+        if push and state.steps:
+            update = self._update(replica, state, outgoing.update)
+            if update is not outgoing.update:
+                outgoing.update.copy_(update)
+            compression.start_exchange(self, replica, worker, state, outgoing.update, state.weight, pull=pull)
+            self._begin_anew(replica, state)
+        elif pull:
+            compression.start_exchange(self, replica, worker, state, None, pull=True)
+
+    def _land(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
+        """What the step before began is over: the center is this worker's, with what it has not pushed on top."""
+        state.arrive(worker)
+        if state.has_come:
+            self._take_center(replica, state, lambda: compression.take_center(self, replica, state))
+
+    def _update(self, replica: Replica, state: DownpourState, memory: FlatVector) -> FlatVector:
+        """What is pushed: what accrued, or in `memory` what was done since the last push."""
+        if self.rule == "adagrad":
+            return state.accrued
+        update = memory.subtract_(replica.parameters, state.start)
+        return update.add_(state.accrued) if state.interrupted else update
+
+    def _begin_anew(self, replica: Replica, state: DownpourState) -> None:
+        """All that was done is pushed."""
         state.start.copy_(replica.parameters)
         if self.rule == "adagrad" or state.interrupted:
             state.accrued.zero_()

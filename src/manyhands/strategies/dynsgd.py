@@ -9,11 +9,12 @@ from typing_extensions import override
 
 from manyhands.server.base import ServerSpec
 from manyhands.strategies.base import Traits
+from manyhands.strategies.server_strategy import OverlapOptions
 from manyhands.strategies.window import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynSGD(Windowed):
+class DynSGD(Windowed, OverlapOptions):
     """Learning rates that follow staleness.
 
     Source: Heterogeneity-aware Distributed Parameter Servers, Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, 2017.
@@ -25,7 +26,9 @@ class DynSGD(Windowed):
 
     Deviations: staleness is counted in versions between this worker's pull and its push; the paper's server also takes
     back a part of what other workers of the same clock added before. Any optimizer instead of plain SGD, whose momentum
-    or moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is.
+    or moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is. A worker waits
+    for its push and its pull; with `overlap` it computes meanwhile, and staleness counts from the center on which the
+    window's first gradient was based.
     """
 
     window: int = 1
@@ -41,6 +44,10 @@ class DynSGD(Windowed):
     traits: ClassVar[Traits] = Traits(
         period="window", behind=("it divides updates by how late they are", "use downpour"), behind_at_once=True
     )
+
+    @override
+    def overlaps(self) -> bool:
+        return self.overlap
 
     @override
     def server(self) -> ServerSpec:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from manyhands.strategies.base import StepResult
 from manyhands.strategies.elastic_averaging import Elastic, ElasticState
+from manyhands.strategies.server_strategy import OverlapOptions
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EASGD(Elastic):
+class EASGD(Elastic, OverlapOptions):
     """Elastic averaging SGD.
 
     Source: Deep learning with Elastic Averaging SGD, Sixin Zhang, Anna Choromanska, Yann LeCun, 2015.
@@ -35,12 +36,17 @@ class EASGD(Elastic):
 
     Deviations: any optimizer instead of plain SGD. A window of fewer than `period` steps at an epoch's end is closed by
     an exchange without a gradient, from which steps are then counted: otherwise short epochs would not reach the
-    center. A worker takes part in an exchange only with rows in that step and in the window before it.
+    center. A worker takes part in an exchange only with rows in that step and in the window before it. With `overlap` a
+    worker goes on while its exchange is under way, and takes the difference off one gradient later.
     """
 
     name: ClassVar[str] = "easgd"
     source: ClassVar[str] = "Deep learning with Elastic Averaging SGD, Zhang, Choromanska, LeCun, 2015"
     summary: ClassVar[str] = "the elastic difference between parameters and center, every `period` steps"
+
+    @override
+    def overlaps(self) -> bool:
+        return self.overlap
 
     @override
     def start(self, replica: Replica, worker: Worker) -> ElasticState:

@@ -13,8 +13,8 @@ from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy, Traits
-from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.strategies.base import Change, Leasing, Needs, StepResult, Strategy, Traits, server_of
+from manyhands.strategies.server_strategy import AsyncOptions, Outgoing, OverlapState
 from manyhands.units import count
 from manyhands.worker import Worker
 
@@ -27,7 +27,7 @@ BETA = 0.9  # the paper's β = N·α: the share of its distance from the workers
 
 
 @dataclass(kw_only=True)
-class ElasticState(State):
+class ElasticState(OverlapState):
     """The ticks since the last exchange; and the center, where the group keeps it."""
 
     center: FlatVector  # via group, the same on all ranks; [0] via server
@@ -40,8 +40,9 @@ class ElasticState(State):
     def merge(self, others: list[ElasticState], rank: int, size: int) -> ElasticState:
         """With another number of ranks, a new window: via server from the center, via group from the mean."""
         if len(others) == size:
-            return replace(others[rank], memory=self.memory)
-        return replace(others[0], ticks=0, moved=False, inside=False, memory=self.memory)
+            return self.follow(replace(others[rank], memory=self.memory))
+        begins = replace(others[0], ticks=0, moved=False, inside=False, has_come=False, memory=self.memory)
+        return self.follow(begins)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class Elastic(AsyncOptions, Strategy):
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, period=self.period)
         server_strategy.check_pace(self.name, self.bound, self.warmup)
+        server_strategy.check_overlap(self.name, self.overlaps(), self.bound)
         if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise BadInput(f"strategy {self.name}: alpha must be a number above 0, or none; not {self.alpha!r}")
         if self.via not in ("server", "group"):
@@ -74,6 +76,11 @@ class Elastic(AsyncOptions, Strategy):
             raise BadInput(
                 f"strategy {self.name}: bound and warmup have no effect with via=group, where all workers are in step: "
                 "leave them out, or give via=server"
+            )
+        if self.via == "group" and self.overlaps():
+            raise BadInput(
+                f"strategy {self.name}: overlap=true is for a server, and with via=group all workers are in step: leave "
+                "overlap out, or give via=server"
             )
 
     @override
@@ -87,7 +94,8 @@ class Elastic(AsyncOptions, Strategy):
     def begin(self, replica: Replica) -> ElasticState:
         """The fields that both remember."""
         if self.via == "server":
-            return ElasticState(center=replica.parameters.between(0, 0).clone())
+            overlap = server_strategy.overlapping(replica, self.overlaps())
+            return ElasticState(center=replica.parameters.between(0, 0).clone(), **overlap)
         return ElasticState(center=replica.parameters.clone(), memory=[replica.zeros()])
 
     @override
@@ -107,6 +115,7 @@ class Elastic(AsyncOptions, Strategy):
     def exchange_at(self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState) -> StepResult:
         """`exchange`; where a period is over, with the elastic difference of x, the parameters as the tick found them."""
         due = state.ticks >= self.period
+        self._land(replica, worker, state)
 
         def step(difference: FlatVector | None) -> bool:
             state.ticks = 1 if due else state.ticks + 1
@@ -116,7 +125,11 @@ class Elastic(AsyncOptions, Strategy):
             return applied
 
         takes_part = state.moved and replica.weight > 0
-        applied = self._meet(x, takes_part, replica, worker, state, step) if due else step(None)
+        if due and takes_part and state.outgoing is not None:
+            self._start(x, replica, worker, state, state.outgoing)
+            applied = step(None)
+        else:
+            applied = self._meet(x, takes_part, replica, worker, state, step) if due else step(None)
         if self.via == "server":
             return StepResult(applied=applied)
         return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, due))
@@ -136,6 +149,10 @@ class Elastic(AsyncOptions, Strategy):
         return state.ticks
 
     @override
+    def settle(self, worker: Worker, state: ElasticState) -> None:
+        state.arrive(worker)
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         """Close a window that was cut short. The exchange of a whole one comes with the next step."""
 
@@ -144,12 +161,29 @@ class Elastic(AsyncOptions, Strategy):
                 replica.parameters.sub_(difference)
             state.ticks = 0
 
+        self._land(replica, worker, state)
         if 0 < state.ticks < self.period:
             self._meet(replica.parameters, state.moved, replica, worker, state, close)
 
     @override
     def consensus(self, replica: Replica, worker: Worker, state: ElasticState) -> FlatVector:
         return server_strategy.center(replica, worker) if self.via == "server" else state.center
+
+    def _start(self, x: FlatVector, replica: Replica, worker: Worker, state: ElasticState, outgoing: Outgoing) -> None:
+        """Begin an exchange of x; the next step lands it."""
+        server_of(worker).start_exchange(outgoing.update.copy_(x).joined(), self._alpha(worker.mesh.data.size))
+        state.moved = False
+        replica.rounds += 1
+
+    def _land(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
+        """What the step before began is over: the difference is taken off where the parameters are now."""
+        state.arrive(worker)
+        if state.has_come:
+            difference = replica.parameters.empty_like()
+            assert state.coming is not None
+            difference.take_joined_(state.coming)
+            replica.parameters.sub_(difference)
+            state.has_come = False
 
     def _meet(
         self,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from manyhands.errors import BadInput, is_whole
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.server.base import Pushed
-from manyhands.strategies.base import Leasing, server_of
+from manyhands.strategies.base import Leasing, State, server_of
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -33,6 +33,26 @@ class AsyncOptions:
     def leasing(self) -> Leasing | None:
         """In step at bound 0, else every worker at its own pace."""
         return leasing_of(self.bound, self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """The option of a strategy whose workers may compute while they exchange."""
+
+    overlap: bool = False
+    """Compute the next gradient while a push and a pull are under way: a step then takes the longer of both, and
+    gradients are a step staler. Turn it on where the summary says that exchange takes long."""
+
+
+def check_overlap(strategy: str, overlap: object, bound: int | None) -> None:
+    """Raise BadInput for an overlap that cannot be."""
+    if overlap not in (True, False):
+        raise BadInput(f"strategy {strategy}: overlap must be true or false, not {overlap!r}")
+    if overlap and bound == 0:
+        raise BadInput(
+            f"strategy {strategy}: overlap=true lets a worker compute while it exchanges, and bound=0 keeps all in step: give "
+            "bound=1 or more, or none, or leave overlap out"
+        )
 
 
 def check_whole(strategy: str, least: int = 1, **options: object) -> None:
@@ -65,6 +85,55 @@ def leasing_of(bound: int | None, warmup: int) -> Leasing | None:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
+class Outgoing:
+    """Of a worker that computes while it exchanges: what its next push is based on, and the memory of the one under way."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.update = replica.parameters.zeros_like()
+        self.since: Sequence[int] = ()  # the center's versions when the next push's first gradient was computed
+
+
+@dataclass(kw_only=True)
+class OverlapState(State):
+    """What a worker remembers of the exchange that goes on while it computes; see `Server.start_exchange`."""
+
+    coming: Tensor | None = None  # [D'] the center, or the answer, once it `has_come`; None: without overlap
+    has_come: bool = False  # and was not taken over yet
+    outgoing: Outgoing | None = None  # None: without overlap
+
+    def note_center(self, worker: Worker) -> None:
+        """The next push begins with the gradient at hand."""
+        if self.outgoing is not None:
+            self.outgoing.since = server_of(worker).pulled
+
+    @property
+    def since(self) -> Sequence[int]:
+        """What `note_center` noted; (): without overlap."""
+        return () if self.outgoing is None else self.outgoing.since
+
+    def arrive(self, worker: Worker) -> None:
+        """Wait for the end of what is under way, if something is."""
+        exchanged = None if self.coming is None else server_of(worker).finish_exchange()
+        if exchanged is None or self.coming is None:
+            return
+        answer = None if exchanged.pushed is None else exchanged.pushed.answer
+        if answer is not None:
+            self.coming.copy_(answer)
+        self.has_come = exchanged.pulled or answer is not None
+
+    def follow(self, saved: Self) -> Self:
+        """A state of a checkpoint, as this worker goes on from it."""
+        saved.outgoing = self.outgoing
+        return saved
+
+
+def overlapping(replica: Replica, overlaps: bool) -> dict[str, Any]:
+    """The fields of `OverlapState` at the start."""
+    if not overlaps:
+        return {}
+    return {"coming": replica.parameters.zeros_like().joined().clone(), "outgoing": Outgoing(replica)}
+
+
 def pull(replica: Replica, worker: Worker) -> None:
     """The center into the replica's parameters."""
     pull_into(replica.parameters, worker)
@@ -91,9 +160,16 @@ def read_center(replica: Replica, worker: Worker) -> FlatVector:
     return vector
 
 
-def push(replica: Replica, worker: Worker, update: FlatVector, weight: float = 1.0, bits: int = 0) -> Pushed:
+def push(
+    replica: Replica,
+    worker: Worker,
+    update: FlatVector,
+    weight: float = 1.0,
+    bits: int = 0,
+    since: Sequence[int] = (),
+) -> Pushed:
     """`Server.push` of a vector; `answer_of` gives its answer."""
-    return server_of(worker).push(update.joined(), weight, bits)
+    return server_of(worker).push(update.joined(), weight, bits, since=since)
 
 
 def answer_of(pushed: Pushed, replica: Replica) -> FlatVector | None:

@@ -10,8 +10,8 @@ from typing_extensions import override
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import compression, server_strategy
 from manyhands.strategies.base import Needs, StepResult, Strategy
-from manyhands.strategies.compression import CompressedState, CompressOptions
-from manyhands.strategies.server_strategy import AsyncOptions
+from manyhands.strategies.compression import CompressedOverlapState, CompressOptions
+from manyhands.strategies.server_strategy import AsyncOptions, Outgoing
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Window(CompressedState):
+class Window(CompressedOverlapState):
     """A worker's steps since its last pull: it steps alone for a window, pushes the result, and pulls again."""
 
     start: FlatVector  # the center that it pulled
@@ -31,8 +31,10 @@ class Window(CompressedState):
     def merge(self, others: list[Window], rank: int, size: int) -> Window:
         """With another number of ranks, a new window from the center: unpushed updates are lost, except residuals."""
         if len(others) == size:
-            return others[rank]
-        return replace(others[0], residual=self.shared(others, size, adds=True), ticks=0, steps=0, fresh=False)
+            return self.follow(others[rank])
+        residual = self.shared(others, size, adds=True)
+        begins = replace(others[0], residual=residual, ticks=0, steps=0, fresh=False, has_come=False)
+        return self.follow(begins)
 
     def enter(self, replica: Replica, worker: Worker, options: CompressOptions) -> None:
         """Before a gradient: where no window is open, begin one from the center."""
@@ -44,11 +46,31 @@ class Window(CompressedState):
     def close(self, replica: Replica, worker: Worker, options: CompressOptions, *, divide: bool = False) -> None:
         """Push the sum of the window's steps, or (`divide`) their mean; the next gradient is taken at the center."""
         if self.steps:
-            update = self.start.subtract_(replica.parameters, self.start)  # its memory is free until the next pull
-            if divide and self.steps > 1:
-                update.div_(self.steps)
-            compression.push(options, replica, worker, self, update)
+            update = self._update(replica, self.start, divide)  # its memory is free until the next pull
+            compression.push(options, replica, worker, self, update, since=self.since)
         self.ticks, self.steps, self.fresh = 0, 0, False
+
+    def close_beside(
+        self, replica: Replica, worker: Worker, options: CompressOptions, outgoing: Outgoing, *, divide: bool
+    ) -> None:
+        """The same, while the worker goes on from where it is; its next step lands it."""
+        update = self._update(replica, outgoing.update, divide) if self.steps else None
+        compression.start_exchange(options, replica, worker, self, update, pull=True)
+        self.start.copy_(replica.parameters)
+        self.ticks = self.steps = 0
+
+    def land(self, replica: Replica, worker: Worker, options: CompressOptions) -> None:
+        """What the step before began is over: the open window goes on from the center, with its own steps on top."""
+        self.arrive(worker)
+        if self.has_come:
+            steps = self.start.subtract_(replica.parameters, self.start)
+            compression.take_center(options, replica, self)
+            replica.parameters.add_(steps)
+            self.start.subtract_(replica.parameters, steps)
+
+    def _update(self, replica: Replica, memory: FlatVector, divide: bool) -> FlatVector:
+        update = memory.subtract_(replica.parameters, self.start)
+        return update.div_(self.steps) if divide and self.steps > 1 else update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +87,13 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, window=self.window)
         server_strategy.check_pace(self.name, self.bound, self.warmup)
+        server_strategy.check_overlap(self.name, self.overlaps(), self.bound)
         compression.check(self.name, self)
 
     @override
     def start(self, replica: Replica, worker: Worker) -> Window:
-        return Window(start=replica.zeros(), **compression.remembered(self, replica, worker))
+        overlap = server_strategy.overlapping(replica, self.overlaps())
+        return Window(start=replica.zeros(), **compression.remembered(self, replica, worker), **overlap)
 
     @override
     def before_backward(self, replica: Replica, worker: Worker, state: Window) -> None:
@@ -77,9 +101,15 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: Window) -> StepResult:
+        if not state.steps:
+            state.note_center(worker)
         applied = self.step_alone(replica, worker, state)
         state.ticks += 1
-        if state.ticks == self.window:
+        if state.outgoing is not None:
+            state.land(replica, worker, self)
+            if state.ticks == self.window:
+                state.close_beside(replica, worker, self, state.outgoing, divide=self.divides)
+        elif state.ticks == self.window:
             state.close(replica, worker, self, divide=self.divides)
         return StepResult(applied=applied)
 
@@ -94,7 +124,12 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
         return state.ticks
 
     @override
+    def settle(self, worker: Worker, state: Window) -> None:
+        state.arrive(worker)
+
+    @override
     def finish(self, replica: Replica, worker: Worker, state: Window) -> None:
+        state.land(replica, worker, self)
         state.close(replica, worker, self, divide=self.divides)
 
     @override

@@ -190,6 +190,83 @@ def check_update_may_be_reused(open_servers: OpenServers) -> None:
             expect_equal(center_of(server), vector(1, D), f"the center after a push whose tensor was reused, {spec}")
 
 
+def check_exchange_beside(open_servers: OpenServers) -> None:
+    """A push and a pull that go on beside the caller are what both are in its turn, and the pull sees the push."""
+    for shards, bound in ((1, None), (3, None), (2, 2)):
+        with training(open_servers, replace(ADD, bound=bound), 2, shards) as (first, second):
+            pulled(first)
+            second.push(vector(1, D))
+            expect(first.finish_exchange() is None, "an exchange is finished that nobody started")
+            into = torch.full((D,), math.nan, dtype=torch.float64)
+            first.start_exchange(vector(0, D), into=into)
+            first.tick()
+            exchanged = first.finish_exchange()
+            expect(exchanged is not None and exchanged.pulled, "no center has come")
+            expect(bool(exchanged and exchanged.pushed and exchanged.pushed.applied), "nothing was pushed")
+            expect_near(into, vector(0, D) + vector(1, D), 1e-15, "the center after both pushes")
+            expect(first.pushes == 1, f"push number {first.pushes} after one push")
+            expect([*first.pulled] == [2] * shards, f"the versions that came are {first.pulled}")
+            expect(first.finish_exchange() is None, "an exchange is finished twice")
+            first.start_exchange(into=into)
+            exchanged = first.finish_exchange()  # without a tick in between
+            expect(exchanged is not None and exchanged.pushed is None, "a pull alone has pushed")
+            journal = {"pulls": [[0] * shards, *[[2] * shards] * 2], "pushes": [[2] * shards], "staleness": [1]}
+            expect(first.drain_journal() == journal, "the journal of an exchange beside the caller")
+
+
+def check_exchange_of_an_answer(open_servers: OpenServers) -> None:
+    """What a rule answers comes with the exchange."""
+    x = vector(0, D)
+    with training(open_servers, ServerSpec(rule="elastic"), 1, 2) as (server,):
+        server.start_exchange(x, 0.25)
+        server.tick()
+        exchanged = server.finish_exchange()
+        expect(exchanged is not None and exchanged.pushed is not None, "nothing was pushed")
+        assert exchanged is not None
+        assert exchanged.pushed is not None
+        expect_near(_answer(exchanged.pushed), 0.25 * x, 1e-15, "the elastic difference")
+        expect_near(center_of(server), 0.25 * x, 1e-15, "the center that moved by it")
+
+
+def check_staleness_since(open_servers: OpenServers) -> None:
+    """An update is as stale as the center on which it is based, whatever was pulled since; own versions do not count."""
+    with training(open_servers, ADD, 2) as (first, second):
+        into, update = pulled(first), vector(0, D)
+
+        def exchange(since: Sequence[int]) -> None:
+            first.start_exchange(update, into=into, since=since)
+            first.tick()
+            first.finish_exchange()
+
+        exchange([0])  # version 1
+        second.push(update)
+        exchange([0])  # 3, whose gradient was computed before the first exchange was over
+        second.push(update)
+        exchange([1])  # 5: versions 2 and 4 are the other's
+        first.push(update, since=[3])  # 6
+        first.push(update)  # 7, since the pull of 5
+        staleness = first.drain_journal()["staleness"]
+        expect(staleness == [0, 1, 2, 1, 0], f"staleness {staleness}, expected [0, 1, 2, 1, 0]")
+
+
+def check_gate_of_an_exchange(open_servers: OpenServers) -> None:
+    """The step's tick goes along with what it began: whoever is too far ahead waits at its end."""
+    with training(open_servers, replace(ADD, bound=1), 2) as (first, second):
+        first.start_exchange(vector(0, D))
+        first.tick()
+        first.finish_exchange()
+
+        def ahead() -> None:
+            first.start_exchange(vector(0, D))
+            first.tick()
+            first.finish_exchange()
+
+        with started(ahead) as late:
+            expect_waits(late, "a worker two ticks ahead under bound 1")
+            second.tick()
+            late.result(DEADLINE_S)
+
+
 def check_exactly_once(open_servers: OpenServers) -> None:
     """Concurrent pushes of many threads are each applied once, and each makes its own version."""
     workers, pushes = 3, 40

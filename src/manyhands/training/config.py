@@ -108,6 +108,11 @@ class TrainConfig:
                     f"survive: with copies={survive.copies} and max_losses=0 the run keeps its {self.count} workers; got "
                     f"max_workers={survive.max_workers}: leave it out"
                 )
+            if why := strategy.fixed_shards():
+                raise Unsupported(
+                    f"survive: strategy {strategy.name} cannot go on without a shard that is lost, because {why}: leave overlap "
+                    "out, or give max_restarts alone"
+                )
             return  # all workers stay
         if self.partition == "fixed":
             raise Unsupported(
@@ -117,7 +122,7 @@ class TrainConfig:
         if why := strategy.fixed_members():
             raise Unsupported(
                 f"survive: strategy {strategy.name} cannot go on without a worker that is lost, because {why}: use "
-                "plain allreduce, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
+                "plain allreduce, leave such options out, or give max_restarts alone, which starts the whole run again from its newest checkpoint"
             )
         if survive.max_workers not in (None, self.count) and (why := strategy.fixed_places()):
             raise Unsupported(

@@ -125,13 +125,21 @@ class Proxy(Server):
     def waited_s(self):
         return self._client.waited_s
 
+    @property
+    def pulled(self):
+        return self._client.pulled
+
+    @property
+    def pushes(self):
+        return self._client.pushes
+
     def _through(name):
-        def call(self, *arguments):
-            return self._outside.call(partial(getattr(self._client, name), *arguments))
+        def call(self, *arguments, **options):
+            return self._outside.call(partial(getattr(self._client, name), *arguments, **options))
 
         return call
 
-    for _name in Server.__abstractmethods__:
+    for _name in Server.__abstractmethods__ - {"pushes"}:
         locals()[_name] = _through(_name)
 
 

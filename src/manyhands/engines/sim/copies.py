@@ -54,8 +54,11 @@ class LoggedStore:
     def pull(self, worker: int) -> Any:
         return self._make(Call.PULL, worker)
 
-    def push(self, worker: int, sequence: int, update: Tensor, weight: float, bits: int) -> Any:
-        return self._make(Call.PUSH, worker, number=sequence, vectors=(update,), weight=weight, bits=bits)
+    def push(
+        self, worker: int, sequence: int, update: Tensor, weight: float, bits: int, since: int | None = None
+    ) -> Any:
+        fields = {"vectors": (update,), "weight": weight, "bits": bits, "numbers": since}
+        return self._make(Call.PUSH, worker, number=sequence, **fields)
 
     def tick(self, worker: int, bits: int, number: int = 0) -> Any:
         return self._make(Call.TICK, worker, number=number, bits=bits)

@@ -18,11 +18,11 @@ from manyhands.engines.sim.network import NetworkState
 from manyhands.engines.sim.shard import Request, ShardCall, SimShard
 from manyhands.engines.sim.timeline import Future, Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.server.base import Encoded, Server, ServerSpec
-from manyhands.server.client import ShardLost
-from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient
+from manyhands.server.base import Encoded, Exchanged, Server, ServerSpec
+from manyhands.server.client import Exchange, ShardLost
+from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient, answers_to_push
 from manyhands.server.replication.log import Copy, Entry
-from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores
+from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores, parts_of
 from manyhands.server.store import InvalidCall, Store
 from manyhands.worker import LastPushes
 
@@ -232,6 +232,11 @@ class SimServers:
 
     def exchange(self, call: ShardCall) -> None:
         """Send a call's requests and wait for all answers, in virtual time."""
+        self.send(call)
+        self.wait_for(call)
+
+    def send(self, call: ShardCall) -> None:
+        """Send a call's requests; `wait_for` its answers. One call of a worker is open at a time."""
         if self.timeline.is_dead:  # the dead say nothing
             raise Killed
         if call.worker in self._lost:
@@ -243,6 +248,9 @@ class SimServers:
         for request in call.requests:
             request.quiet_from = self._send(request)
         self._watch(self.timeline.now)
+
+    def wait_for(self, call: ShardCall) -> None:
+        """For all answers, in virtual time."""
         try:
             self.timeline.wait(call.cell, f"its answer of server.{call.operation}")
         finally:
@@ -346,6 +354,7 @@ class SimServer(StoreClient):
         super().__init__(servers.spec, servers.stores, worker, generation)
         self._servers, self._numbers_ticks = servers, servers.has_copies
         self._calls = 0
+        self._beside: ShardCall | None = None  # that goes on while this worker computes
 
     @override
     def initialize(self, center: Tensor) -> None:
@@ -367,17 +376,58 @@ class SimServer(StoreClient):
 
     def _request(self, operation: str, requests: list[Request]) -> list[Any]:
         """What the shards answer; raises the first error among it."""
+        call = self._new_call(operation, requests)
+        self._servers.exchange(call)
+        return self._answers(call)
+
+    def _new_call(self, operation: str, requests: list[Request]) -> ShardCall:
+        """Once what goes on beside this worker is over."""
+        if self._beside is not None:
+            self._servers.wait_for(self._beside)
+            self._beside = None
         self._calls += 1
         if request_s := self._servers.compute.request:
             self._servers.timeline.sleep(request_s)
         cell = self._servers.timeline.cell()
-        call = ShardCall(self._worker, (self._generation, self._calls), operation, self.step, requests, cell)
-        self._servers.exchange(call)
-        self.waited_s += max(request.held_s for request in requests)
-        for request in requests:
+        return ShardCall(self._worker, (self._generation, self._calls), operation, self.step, requests, cell)
+
+    def _answers(self, call: ShardCall) -> list[Any]:
+        self.waited_s += max(request.held_s for request in call.requests)
+        for request in call.requests:
             if isinstance(request.answer, Exception):
                 raise request.answer
-        return [request.answer for request in requests]
+        return [request.answer for request in call.requests]
+
+    @override
+    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+        """One request to each shard, which handles its parts one after the other; the worker goes on meanwhile."""
+        update, into, parts = exchange.update, exchange.into, list[tuple[list[Act], Load]]()
+        if update is not None:
+            self._sequence += 1
+            parts.append(self._acts_to_push(update, self._sequence, exchange.weight, 0, exchange.since))
+        if into is not None:
+            parts.append(self._acts_to_read("pull", into))
+        answers: list[list[Any]] = [[] for _ in range(self.shards)]  # by shard, of push and pull
+
+        def act(shard: int, store: Store) -> Any:
+            answers[shard] = [acts[shard](store) for acts, _ in parts]
+            return None if bits is None else self._act_to_tick(bits)(store)
+
+        load = self._load_of_both([load for _, load in parts], into)
+        call = self._new_call("exchange", [Request(shard, partial(act, shard), load) for shard in range(self.shards)])
+        self._servers.send(call)
+        self._beside = call
+
+        def wait() -> Exchanged:
+            if self._beside is call:
+                self._servers.wait_for(call)
+                self._beside = None
+            self._answers(call)
+            by_part = [list(of_all) for of_all in zip(*answers, strict=True)]
+            pushed = None if update is None else answers_to_push(by_part.pop(0))
+            return self._exchanged(exchange, pushed, None if into is None else by_part.pop(0))
+
+        return wait
 
     def _offer(self, store: Store) -> bool:
         """Whether this worker gives the first center: the first to offer, also after its process was replaced."""
@@ -400,3 +450,17 @@ class SimServer(StoreClient):
         sizes = [part.nbytes for part in parts]
         centers = [store.center.nbytes if store.initialized else 0 for store in self._stores]
         return Load(sends=sizes, work=centers, decode_s=decode_s, again=True)
+
+    def _load_of_both(self, loads: Sequence[Load], into: Tensor | None) -> Load:
+        """Of a push and a pull in one request."""
+
+        def total(of_each: Sequence[Sequence[float]]) -> list[Any]:
+            return [sum(one[shard] for one in of_each if one) for shard in range(self.shards)]
+
+        return Load(
+            needs_center=into is not None,
+            sends=total([load.sends for load in loads]),
+            work=total([load.work for load in loads]),
+            decode_s=total([load.decode_s for load in loads]),
+            brings=[] if into is None else [part.nbytes for part in parts_of(into, self.shards)],
+        )

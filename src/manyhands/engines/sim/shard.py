@@ -347,6 +347,8 @@ def _answered(request: Request) -> None:
 
 def _payload(request: Request) -> int:
     """Bytes of what travels back, headers apart."""
+    if request.load.brings and not isinstance(request.answer, Exception):
+        return request.load.brings[request.shard]
     match request.answer:
         case int():  # a version of the center, which was read
             return request.work

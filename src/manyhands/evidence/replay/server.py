@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
@@ -14,12 +14,23 @@ from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.engines.single_process import running_threads
 from manyhands.events import Event
-from manyhands.server.base import Encoded, Pushed, ServerSpec
-from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient
+from manyhands.server.base import Encoded, Exchanged, Pushed, ServerSpec
+from manyhands.server.client import Exchange
+from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient, answers_to_push
 from manyhands.server.store import Reply, Store
 from manyhands.worker import SoloDriverClient
 
 Versions = list[int]  # of each shard
+IsDue = Callable[[int], bool]
+"""Whether a shard's turn for a call has come."""
+
+
+class Stage(NamedTuple):
+    """One call of every shard."""
+
+    operation: str
+    acts: Sequence[Act]
+    is_due: IsDue
 
 
 @dataclass
@@ -129,28 +140,54 @@ class ReplayServer(StoreClient):
     def __init__(self, stores: Stores, rank: int) -> None:
         super().__init__(stores.spec, stores.stores, rank)
         self._all, self._record = stores, stores.journal.records[rank]
-        self._is_due: Callable[[int], bool] = _always  # whether a shard's turn for the next call has come
+        self._is_due: IsDue = _always  # whether a shard's turn for the next call has come
 
     @override
     def pull(self, into: Tensor) -> None:
-        versions = self._record.pulls.popleft() if self._record.pulls else []
-        if self._all.ordered:
-            self._is_due = lambda shard: self._stores[shard].version == versions[shard]
+        self._is_due = self._next_pull()
         super().pull(into)
 
     @override
-    def push(self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0) -> Pushed:
-        versions = self._record.pushes.popleft() if self._record.pushes else None
-        self._is_due = lambda shard: self._may_push(shard, versions, weight)
-        pushed = super().push(update, weight, bits)
+    def push(
+        self, update: Tensor | Encoded, weight: float = 1.0, bits: int = 0, *, since: Sequence[int] = ()
+    ) -> Pushed:
+        self._is_due = self._next_push(weight, self._sequence)
+        pushed = super().push(update, weight, bits, since=since)
         if pushed.applied or not self._record.behind:
             return pushed
         return replace(pushed, behind=self._record.behind.popleft())
 
-    def _may_push(self, shard: int, versions: list[int] | None, weight: float) -> bool:
+    @override
+    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+        """As the shards did: each makes the pull when its turn comes, whether or not the others have had the push."""
+        stages: list[Stage] = []
+        if exchange.update is not None:
+            is_due = self._next_push(exchange.weight, self._sequence)
+            self._sequence += 1
+            acts, _ = self._acts_to_push(exchange.update, self._sequence, exchange.weight, 0, exchange.since)
+            stages.append(Stage("push", acts, is_due))
+        if exchange.into is not None:
+            stages.append(Stage("pull", self._acts_to_read("pull", exchange.into)[0], self._next_pull()))
+        answers = self._make(stages)
+        if bits is not None:
+            self._tick(bits)
+        pushed = None if exchange.update is None else answers_to_push(answers.pop(0))
+        return lambda: self._exchanged(exchange, pushed, None if exchange.into is None else answers[0])
+
+    def _next_pull(self) -> IsDue:
+        versions = self._record.pulls.popleft() if self._record.pulls else []
+        if not self._all.ordered:
+            return _always
+        return lambda shard: self._stores[shard].version == versions[shard]
+
+    def _next_push(self, weight: float, number: int) -> IsDue:
+        versions = self._record.pushes.popleft() if self._record.pushes else None
+        return lambda shard: self._may_push(shard, versions, weight, number)
+
+    def _may_push(self, shard: int, versions: list[int] | None, weight: float, number: int) -> bool:
         """Whether this push is now merged as it was, and nobody has still to see the version before."""
         store, into = self._stores[shard], None if versions is None else versions[shard]
-        if not store.policy.may_come(self._sequence, weight, store.version, into):
+        if not store.policy.may_come(number, weight, store.version, into):
             return False
         makes_none = into is None or not weight
         return makes_none or not self._all.ordered or self._all.journal.pulls[shard, store.version] == 0
@@ -164,17 +201,28 @@ class ReplayServer(StoreClient):
         is_due, self._is_due = self._is_due, _always
         if load.needs_center:
             self._all.wait_for(lambda: all(store.initialized for store in self._stores))
-        answers: list[Any] = [None] * self.shards
-        left = list(range(self.shards))
-        while left:  # every shard, each as soon as its turn has come
-            self._all.wait_for(lambda: any(is_due(shard) for shard in left))
-            shard = next(one for one in left if is_due(one))
-            left.remove(shard)
-            answer = self._all.call(shard, acts[shard])
-            if operation == "pull":
+        return self._make([Stage(operation, acts, is_due)])[0]
+
+    def _make(self, stages: Sequence[Stage]) -> list[list[Any]]:
+        """The stages of every shard, one after the other, each as soon as its turn has come; their answers by stage."""
+        answers: list[list[Any]] = [[None] * self.shards for _ in stages]
+        at = [0] * self.shards  # by shard, which stage comes next
+
+        def due() -> int | None:
+            left = (shard for shard in range(self.shards) if at[shard] < len(stages))
+            return next((shard for shard in left if stages[at[shard]].is_due(shard)), None)
+
+        while any(stage < len(stages) for stage in at):
+            self._all.wait_for(lambda: due() is not None)
+            shard = due()
+            assert shard is not None
+            stage, number = stages[at[shard]], at[shard]
+            at[shard] += 1
+            answer = self._all.call(shard, stage.acts[shard])
+            if stage.operation == "pull":
                 self._all.journal.pulls[shard, answer] -= 1
             self._all.wake()
-            answers[shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
+            answers[number][shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
         return answers
 
 

@@ -57,7 +57,7 @@ class Entry:
     bits: int = 0
     vectors: tuple[Tensor, ...] = ()  # the first center, an update, or what is restored
     names: tuple[str, ...] = ()  # of what is restored
-    numbers: Any = None  # the numbers of it
+    numbers: Any = None  # the numbers of it; of a push, from which version its staleness counts
 
 
 def make(store: Store, entry: Entry) -> Any:
@@ -73,7 +73,7 @@ def make(store: Store, entry: Entry) -> Any:
         case Call.READ:
             return store.read()
         case Call.PUSH:
-            return store.push(worker_id, number, entry.vectors[0], entry.weight, bits)
+            return store.push(worker_id, number, entry.vectors[0], entry.weight, bits, entry.numbers)
         case Call.TICK:
             return store.tick(worker_id, bits, number)
         case Call.DEACTIVATE:

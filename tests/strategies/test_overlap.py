@@ -1,0 +1,109 @@
+"""Server strategies that compute while they exchange: what they are alone, what is based on what, and how long a step is."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands as mh
+import plain
+from manyhands.engines.base import Engine
+from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
+from manyhands.errors import BadInput, Unsupported
+from manyhands.recording import event_log
+from manyhands.strategies import strategy_of
+
+OVERLAPPING = (
+    "downpour:overlap=true",
+    "agn:window=1,overlap=true",
+    "dynsgd:overlap=true",
+    "easgd:period=1,overlap=true",
+)
+
+
+def train(strategy: str, engine: Engine | str, workers: int, **options: Any) -> mh.Run:
+    return mh.train(task(**options.pop("fields", {})), strategy=strategy, engine=engine, workers=workers, **options)
+
+
+def task(**fields: Any) -> mh.Task:
+    return plain.task(**{"train_data": plain.rows(60), "optimizer": sgd, **fields})
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def parameters(run: mh.Run) -> torch.Tensor:
+    return plain.flat(run.model)
+
+
+@pytest.mark.parametrize("strategy", [*OVERLAPPING[:3], "downpour:push_every=2,pull_every=3,overlap=true"])
+def test_one_worker_is_sequential_sgd(strategy: str) -> None:
+    """Its own updates are all that moves the center, however late it sees them there."""
+    torch.testing.assert_close(
+        parameters(train(strategy, "local", 1)), parameters(train("solo", "local", 1)), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("strategy", OVERLAPPING)
+def test_a_step_takes_the_longer_of_computing_and_one_round_trip(strategy: str, tmp_path: Path) -> None:
+    """16 ms of computing; 20 ms of latency, hence 40 ms of a push and the pull that follows it."""
+    for compute_s, step_s in ((0.016, 0.040), (0.060, 0.060)):
+        engine = Sim(network="latency=20ms", compute=f"step={compute_s},row=0")
+        folder = tmp_path / str(compute_s)
+        train(strategy, engine, 2, run_dir=folder, fields={"batch_size": 2})
+        steps = [event for event in event_log.read(folder / event_log.FILE) if event.type == "step" and event.rank == 1]
+        times = [event.time_s for event in steps if event.values["epoch"] == 0][3:-1]
+        assert len(times) > 20
+        assert [b - a for a, b in itertools.pairwise(times)] == pytest.approx([step_s] * (len(times) - 1))
+
+
+def test_without_it_a_step_waits_for_both(tmp_path: Path) -> None:
+    engine = Sim(network="latency=20ms", compute="step=0.016,row=0")
+    train("downpour", engine, 2, run_dir=tmp_path / "run", fields={"batch_size": 2})
+    steps = [event for event in event_log.read(tmp_path / "run" / event_log.FILE) if event.type == "step"]
+    times = [event.time_s for event in steps if event.rank == 1 and event.values["epoch"] == 0][3:]
+    assert times[5] - times[4] == pytest.approx(0.096)
+
+
+@pytest.mark.parametrize("strategy", OVERLAPPING)
+@pytest.mark.parametrize("engine", ["local", pytest.param("sim", marks=pytest.mark.slow)])
+def test_a_run_is_replayed_bit_for_bit(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
+    place = local if engine == "local" else Sim(network="latency=2ms,bandwidth=1Mbit", compute="jitter=lognormal:0.5")
+    run = train(strategy, place, 3, run_dir=tmp_path / "run", servers=2)
+    assert run.rows["total"] == 120
+    replayed = mh.replay(tmp_path / "run", task=task())
+    assert replayed.identical, replayed
+
+
+def test_staleness_counts_what_really_passed() -> None:
+    """Two workers of about one speed. A push comes 40 ms after the pull of its gradient's center where it waits, in which the
+    other has made one version at most, and 80 ms after it with overlap, in which it has made two."""
+    engine = Sim(network="latency=20ms", compute="step=1ms,row=0,1=1.5x")
+    waits, overlaps = (train(f"dynsgd{more}", engine, 2, fields={"batch_size": 2}) for more in ("", ":overlap=true"))
+    assert max(waits.staleness) == 1
+    assert max(overlaps.staleness, key=overlaps.staleness.__getitem__) == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("downpour:overlap=true,bound=0", "overlap=true lets a worker compute while it exchanges, and bound=0"),
+        ("easgd:overlap=true,bound=0", "overlap=true lets a worker compute while it exchanges, and bound=0"),
+        ("easgd:overlap=true,via=group", "overlap=true is for a server"),
+    ],
+)
+def test_what_cannot_be(strategy: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        strategy_of(strategy)
+
+
+@pytest.mark.parametrize("survive", ["max_losses=1", "copies=2"])
+def test_it_does_not_survive_losses(survive: str) -> None:
+    with pytest.raises(Unsupported, match="with overlap=true nobody knows"):
+        train("downpour:overlap=true", "local", 2, survive=survive)
