@@ -46,7 +46,7 @@ class ServerClient(Server):
         self.step = 0  # finished ticks, for messages
         self._sequence = 0  # of the last push
         self._journal = PushJournal()
-        self._started: Exchange | None = None
+        self._started: OpenExchange | None = None
 
     @override
     def pull(self, into: Tensor) -> None:
@@ -76,7 +76,7 @@ class ServerClient(Server):
     ) -> None:
         assert self._started is None, "one exchange at a time: call finish_exchange first"
         assert self.spec.bound != 0, "where all are in step, nobody computes while it exchanges"
-        self._started = Exchange(update=update, weight=weight, into=into, since=since)
+        self._started = OpenExchange(update=update, weight=weight, into=into, since=since)
 
     @override
     def finish_exchange(self) -> Exchanged | None:
@@ -87,12 +87,12 @@ class ServerClient(Server):
         assert started.wait is not None
         return started.wait()
 
-    def _send(self, started: Exchange, bits: int | None = None) -> None:
+    def _send(self, started: OpenExchange, bits: int | None = None) -> None:
         """Now, unless it has left. bits: those of the tick that goes along; None: none does."""
         if started.wait is None:
             started.wait = self._begin(started, bits)
 
-    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+    def _begin(self, exchange: OpenExchange, bits: int | None) -> Callable[[], Exchanged]:
         """Begin it; what waits for its end. Here, where nothing takes time, it is over at once."""
         pushed, versions = None, None
         if exchange.update is not None:
@@ -106,7 +106,7 @@ class ServerClient(Server):
 
     def _exchanged(
         self,
-        exchange: Exchange,
+        exchange: OpenExchange,
         pushed: tuple[Sequence[PushReply], Tensor | None] | None,
         versions: list[int] | None,
     ) -> Exchanged:
@@ -172,7 +172,7 @@ class ServerClient(Server):
 
 
 @dataclass
-class Exchange:
+class OpenExchange:
     """A push and a pull that go on beside the caller; see `Server.start_exchange`."""
 
     update: Tensor | Encoded | None
@@ -337,10 +337,10 @@ class ServedServer(FirstError, ServerClient):
             return [connection.finish(take) for connection in self._connections]
 
     @override
-    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+    def _begin(self, exchange: OpenExchange, bits: int | None) -> Callable[[], Exchanged]:
         """All that it asks is sent before the first answer is awaited, in a thread beside the caller's."""
         update, into = exchange.update, exchange.into
-        requests: list[Request] = []
+        requests: list[ShardRequest] = []
         if update is not None:
             self._sequence += 1
             requests.append(self._request_to_push(update, self._sequence, exchange.weight, 0, exchange.since))
@@ -383,7 +383,7 @@ class ServedServer(FirstError, ServerClient):
         request = self._request_to_read(operation, into)
         return self._each(request.ask, request.take)
 
-    def _request_to_read(self, operation: str, into: Tensor) -> Request:
+    def _request_to_read(self, operation: str, into: Tensor) -> ShardRequest:
         parts = self._parts(operation, into)
         kind = Kind.PULL if operation == "pull" else Kind.PEEK
 
@@ -397,7 +397,7 @@ class ServedServer(FirstError, ServerClient):
             self._like = (into.numel(), into.dtype)
             return frame.a
 
-        return Request(ask, take)
+        return ShardRequest(ask, take)
 
     @override
     def _push(
@@ -411,7 +411,7 @@ class ServedServer(FirstError, ServerClient):
 
     def _request_to_push(
         self, update: Tensor | Encoded, sequence: int, weight: float, bits: int, since: Sequence[int]
-    ) -> Request:
+    ) -> ShardRequest:
         """An answer is taken before the next shard's reply: should that one be lost, this one's stands."""
         parts, likes = self._of_push(update, weight, bits)
         fields = {"sequence": sequence, "weight": weight, "blob": bits_bytes(bits)}
@@ -428,16 +428,16 @@ class ServedServer(FirstError, ServerClient):
                 return _reply(frame), False
             return _reply(frame), connection.read_answer(frame, self._place_of_answer(update)[connection.shard])
 
-        return Request(ask, take)
+        return ShardRequest(ask, take)
 
     @override
     def _tick(self, bits: int) -> int:
         request = self._request_to_tick(bits)
         return bits_of(self._each(request.ask, request.take)[0].blob)
 
-    def _request_to_tick(self, bits: int) -> Request:
+    def _request_to_tick(self, bits: int) -> ShardRequest:
         fields: dict[str, Any] = {"blob": bits_bytes(bits)} | ({"sequence": self.step} if self._numbers_ticks else {})
-        return Request(
+        return ShardRequest(
             lambda one: one.ask("tick", self.step, Kind.TICK, **fields), lambda one: self._answer_of(one, Kind.GO)
         )
 
@@ -482,7 +482,7 @@ class ServedServer(FirstError, ServerClient):
             self.waited_s = sum(connection.waited_s for connection in self._connections)
 
 
-class Request(NamedTuple):
+class ShardRequest(NamedTuple):
     """What each shard is asked, and how its answer is taken."""
 
     ask: Callable[[ShardConnection], object]

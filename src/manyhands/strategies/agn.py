@@ -26,9 +26,9 @@ class AGN(Windowed, OverlapOptions):
     4. The server adds it to the center.
 
     Deviations: any optimizer instead of plain SGD, whose momentum or moments stay with the worker when it pulls. A
-    window that an epoch's end cuts short is divided by the steps that it had, and enters too. A worker waits for its push
-    and its pull; with `overlap` it computes meanwhile, and the first gradient of a window is taken where the one before
-    ended.
+    window that an epoch's end cuts short is divided by the steps that it had, and enters too. A worker waits for its
+    push and its pull; with `overlap` it computes meanwhile, and the first gradient of a window is taken where the one
+    before ended.
     """
 
     window: int = 4

@@ -66,8 +66,8 @@ class Downpour(AsyncOptions, CompressOptions, OverlapOptions, Strategy):
     in the parameters, where the paper overwrites them: a worker always sees what it did. (Gradients are no updates:
     with `adagrad` such a pull overwrites.) After a push without a pull the worker steps on from where it is, as in the
     paper. Momentum and moments stay with the worker when it pulls. What an epoch's end finds accrued is pushed. A step
-    waits for its pull and its push, where the paper's client fetches and pushes in threads beside it: `overlap` does so.
-    What it begins in a step is over when the next gradient is computed, which then moves the center as all updates do.
+    waits for its pull and its push, where the paper's client fetches and pushes in threads beside it: `overlap` does
+    so. What it begins in a step is over when the next gradient is computed.
     """
 
     push_every: int = 1

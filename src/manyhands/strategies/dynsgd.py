@@ -26,9 +26,9 @@ class DynSGD(Windowed, OverlapOptions):
 
     Deviations: staleness is counted in versions between this worker's pull and its push; the paper's server also takes
     back a part of what other workers of the same clock added before. Any optimizer instead of plain SGD, whose momentum
-    or moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is. A worker waits
-    for its push and its pull; with `overlap` it computes meanwhile, and staleness counts from the center on which the
-    window's first gradient was based.
+    or moments stay with the worker when it pulls. A window that an epoch's end cuts short enters as it is. A worker
+    waits for its push and its pull; with `overlap` it computes meanwhile, and staleness counts from the center on which
+    the window's first gradient was based.
     """
 
     window: int = 1

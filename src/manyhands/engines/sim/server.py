@@ -19,7 +19,7 @@ from manyhands.engines.sim.shard import Request, ShardCall, SimShard
 from manyhands.engines.sim.timeline import Future, Killed, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import Encoded, Exchanged, Server, ServerSpec
-from manyhands.server.client import Exchange, ShardLost
+from manyhands.server.client import OpenExchange, ShardLost
 from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient, answers_to_push
 from manyhands.server.replication.log import Copy, Entry
 from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores, parts_of
@@ -399,7 +399,7 @@ class SimServer(StoreClient):
         return [request.answer for request in call.requests]
 
     @override
-    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+    def _begin(self, exchange: OpenExchange, bits: int | None) -> Callable[[], Exchanged]:
         """One request to each shard, which handles its parts one after the other; the worker goes on meanwhile."""
         update, into, parts = exchange.update, exchange.into, list[tuple[list[Act], Load]]()
         if update is not None:

@@ -75,8 +75,9 @@ class Torchrun(Engine):
     The network is the launcher's choice: MASTER_ADDR and MASTER_PORT are followed as they are, and torch.distributed
     connects without encryption; keep it on a network that you trust. Ranks that all live on one host use shared memory
     instead. The first worker of each host holds a shard of the parameter server, where a strategy needs one; between
-    hosts it is reached over TLS, with the file that MANYHANDS_CREDENTIALS names. `launch` returns a list with this rank's value in its place and None for the others. Errors are raised on
-    the rank where they happen, and torchrun ends the others; other ranks' events arrive at each `collect`.
+    hosts it is reached over TLS, with the file that MANYHANDS_CREDENTIALS names. `launch` returns a list with this
+    rank's value in its place and None for the others. Errors are raised on the rank where they happen, and torchrun
+    ends the others; other ranks' events arrive at each `collect`.
     """
 
     name: ClassVar[str] = "torchrun"

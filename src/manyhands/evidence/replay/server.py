@@ -15,7 +15,7 @@ from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.engines.single_process import running_threads
 from manyhands.events import Event
 from manyhands.server.base import Encoded, Exchanged, Pushed, ServerSpec
-from manyhands.server.client import Exchange
+from manyhands.server.client import OpenExchange
 from manyhands.server.in_process import HELD, NO_LOAD, Act, Load, StoreClient, answers_to_push
 from manyhands.server.store import Reply, Store
 from manyhands.worker import SoloDriverClient
@@ -25,7 +25,7 @@ IsDue = Callable[[int], bool]
 """Whether a shard's turn for a call has come."""
 
 
-class Stage(NamedTuple):
+class ShardCalls(NamedTuple):
     """One call of every shard."""
 
     operation: str
@@ -158,16 +158,16 @@ class ReplayServer(StoreClient):
         return replace(pushed, behind=self._record.behind.popleft())
 
     @override
-    def _begin(self, exchange: Exchange, bits: int | None) -> Callable[[], Exchanged]:
+    def _begin(self, exchange: OpenExchange, bits: int | None) -> Callable[[], Exchanged]:
         """As the shards did: each makes the pull when its turn comes, whether or not the others have had the push."""
-        stages: list[Stage] = []
+        stages: list[ShardCalls] = []
         if exchange.update is not None:
             is_due = self._next_push(exchange.weight, self._sequence)
             self._sequence += 1
             acts, _ = self._acts_to_push(exchange.update, self._sequence, exchange.weight, 0, exchange.since)
-            stages.append(Stage("push", acts, is_due))
+            stages.append(ShardCalls("push", acts, is_due))
         if exchange.into is not None:
-            stages.append(Stage("pull", self._acts_to_read("pull", exchange.into)[0], self._next_pull()))
+            stages.append(ShardCalls("pull", self._acts_to_read("pull", exchange.into)[0], self._next_pull()))
         answers = self._make(stages)
         if bits is not None:
             self._tick(bits)
@@ -201,9 +201,9 @@ class ReplayServer(StoreClient):
         is_due, self._is_due = self._is_due, _always
         if load.needs_center:
             self._all.wait_for(lambda: all(store.initialized for store in self._stores))
-        return self._make([Stage(operation, acts, is_due)])[0]
+        return self._make([ShardCalls(operation, acts, is_due)])[0]
 
-    def _make(self, stages: Sequence[Stage]) -> list[list[Any]]:
+    def _make(self, stages: Sequence[ShardCalls]) -> list[list[Any]]:
         """The stages of every shard, one after the other, each as soon as its turn has come; their answers by stage."""
         answers: list[list[Any]] = [[None] * self.shards for _ in stages]
         at = [0] * self.shards  # by shard, which stage comes next
