@@ -69,7 +69,7 @@ STRATEGIES: dict[
     "downpour:overlap=true": SIZES,
     "downpour:push_every=2,pull_every=3,overlap=true,warmup=2": SIZES,
     "downpour:push_every=3,pull_every=2,rule=adagrad,bound=1,overlap=true": SIZES,
-    "downpour:push_every=3,compress=qsgd:4,overlap=true": SIZES,
+    "downpour:push_every=2,compress=qsgd:4,overlap=true": SIZES,
     "agn": SIZES,
     "agn:window=3,overlap=true,compress=topk:0.3": SIZES,
     "agn:window=3,bound=0": SIZES,
