@@ -119,10 +119,10 @@ class Server(ABC):
         into: Tensor | None = None,
         since: Sequence[int] = (),
     ) -> None:
-        """Begin a push, a pull `into` [D'] that sees it, or both, and return; the step's `tick` goes along.
+        """A push, a pull `into` [D'] that sees it, or both, which the caller does not wait for.
 
-        None of their memory is touched until `finish_exchange`. One at a time, and under another bound than 0. Any
-        other call waits until it is over.
+        They leave with the step's `tick`, or with `finish_exchange`. Until that returns, neither vector may be touched.
+        One at a time, and under another bound than 0. Any other call waits until what has left is over.
         """
 
     @abstractmethod

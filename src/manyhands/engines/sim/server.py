@@ -22,7 +22,7 @@ from manyhands.server.base import Encoded, Exchanged, Server, ServerSpec
 from manyhands.server.client import OpenExchange, ShardLost
 from manyhands.server.in_process import NO_LOAD, Act, Load, StoreClient, answers_to_push
 from manyhands.server.replication.log import Copy, Entry
-from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores, parts_of
+from manyhands.server.shard_ranges import codec_for, lengths_of, make_stores
 from manyhands.server.store import InvalidCall, Store
 from manyhands.worker import LastPushes
 
@@ -382,14 +382,17 @@ class SimServer(StoreClient):
 
     def _new_call(self, operation: str, requests: list[Request]) -> ShardCall:
         """Once what goes on beside this worker is over."""
-        if self._beside is not None:
-            self._servers.wait_for(self._beside)
-            self._beside = None
+        self._end_beside()
         self._calls += 1
         if request_s := self._servers.compute.request:
             self._servers.timeline.sleep(request_s)
         cell = self._servers.timeline.cell()
         return ShardCall(self._worker, (self._generation, self._calls), operation, self.step, requests, cell)
+
+    def _end_beside(self) -> None:
+        if self._beside is not None:
+            self._servers.wait_for(self._beside)
+            self._beside = None
 
     def _answers(self, call: ShardCall) -> list[Any]:
         self.waited_s += max(request.held_s for request in call.requests)
@@ -413,15 +416,13 @@ class SimServer(StoreClient):
             answers[shard] = [acts[shard](store) for acts, _ in parts]
             return None if bits is None else self._act_to_tick(bits)(store)
 
-        load = self._load_of_both([load for _, load in parts], into)
+        load = self._together([load for _, load in parts], brings=[] if into is None else parts[-1][1].work)
         call = self._new_call("exchange", [Request(shard, partial(act, shard), load) for shard in range(self.shards)])
         self._servers.send(call)
         self._beside = call
 
         def wait() -> Exchanged:
-            if self._beside is call:
-                self._servers.wait_for(call)
-                self._beside = None
+            self._end_beside()
             self._answers(call)
             by_part = [list(of_all) for of_all in zip(*answers, strict=True)]
             pushed = None if update is None else answers_to_push(by_part.pop(0))
@@ -451,16 +452,16 @@ class SimServer(StoreClient):
         centers = [store.center.nbytes if store.initialized else 0 for store in self._stores]
         return Load(sends=sizes, work=centers, decode_s=decode_s, again=True)
 
-    def _load_of_both(self, loads: Sequence[Load], into: Tensor | None) -> Load:
-        """Of a push and a pull in one request."""
+    def _together(self, loads: Sequence[Load], brings: Sequence[int]) -> Load:
+        """Of a push and a pull in one request. brings: by shard, the bytes of the center."""
 
         def total(of_each: Sequence[Sequence[float]]) -> list[Any]:
             return [sum(one[shard] for one in of_each if one) for shard in range(self.shards)]
 
         return Load(
-            needs_center=into is not None,
+            needs_center=bool(brings),
             sends=total([load.sends for load in loads]),
             work=total([load.work for load in loads]),
             decode_s=total([load.decode_s for load in loads]),
-            brings=[] if into is None else [part.nbytes for part in parts_of(into, self.shards)],
+            brings=brings,
         )

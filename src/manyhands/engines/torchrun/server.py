@@ -19,6 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.make_group import Meet, Topology
 from manyhands.engines.own_rules import from_fields, to_fields
 from manyhands.engines.shared_memory import hand_out, take
@@ -147,7 +148,7 @@ class HeldShard:
     @classmethod
     def start(cls, served: dict[str, Any], credentials: Credentials | None) -> HeldShard:
         """served: what `shard_process` reads; the descriptors in it stay open here."""
-        secret = None if credentials is None else [credentials.key.decode(), credentials.certificate.decode()]
+        secret = None if credentials is None else Secret(credentials).to_json()
         process = subprocess.Popen(
             [sys.executable, "-m", "manyhands.engines.torchrun.shard_process"],
             stdin=subprocess.PIPE,
@@ -157,7 +158,7 @@ class HeldShard:
             text=True,
         )
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**served, "credentials": secret}) + "\n")
+        process.stdin.write(json.dumps({**served, "secret": secret}) + "\n")
         process.stdin.flush()
         return cls(process)
 

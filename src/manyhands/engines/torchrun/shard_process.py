@@ -16,11 +16,11 @@ import threading
 import torch
 
 from manyhands.engines.driver.host_processes import name_of
+from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.own_rules import from_fields
 from manyhands.engines.torchrun.server import LEAVE
 from manyhands.server.shard_host import serve
 from manyhands.transport.channel import Channel
-from manyhands.transport.credentials import Credentials
 from manyhands.transport.listener import Listener
 
 
@@ -31,10 +31,8 @@ def main() -> None:
     threading.Thread(target=_end_with_the_holder, daemon=True).start()
     torch.set_num_threads(1)  # a push is one pass over memory: the cores are the workers'
     timeout_s, listener = float(place["timeout_s"]), None
-    if place["credentials"] is not None:
-        key, certificate = place["credentials"]
-        credentials = Credentials(key.encode(), certificate.encode())
-        listener = Listener(place["listen"], credentials=credentials, timeout_s=timeout_s)
+    if place["secret"] is not None:
+        listener = Listener(place["listen"], **Secret.from_json(place["secret"]).proof, timeout_s=timeout_s)
         sys.stdout.write(json.dumps(listener.address) + "\n")
         sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads what a rule prints
