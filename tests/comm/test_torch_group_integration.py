@@ -1,6 +1,7 @@
 """TorchGroup over gloo in real processes: the conformance suite, and lost peers."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,24 @@ def _conformance(group):
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_conformance(size, tmp_path):
     assert values(on_gloo(size, _conformance, tmp_path)) == [len(GROUP_SUITE)] * size
+
+
+def _threads():
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
+def _closed(group):
+    group.barrier()
+    before = _threads()
+    group.close()
+    dist.destroy_process_group(dist.group.WORLD)
+    after = _threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to destroy
+    return [any("gloo" in name for name in names) for names in (before, after)]
+
+
+def test_a_closed_group_keeps_no_thread_of_a_destroyed_process_group(tmp_path):
+    assert values(on_gloo(2, _closed, tmp_path)) == [[True, False]] * 2
 
 
 def test_a_killed_peer_is_lost(tmp_path):

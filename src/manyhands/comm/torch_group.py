@@ -120,8 +120,8 @@ class TorchGroup(FirstError, Group):
         check_rank(source, self.size, "source")
         flat = flattened(tensor)
         if flat.numel() and self.size > 1:
-            group, data = self.group_for(tensor), flat.view(torch.uint8)
             with self.watching("broadcast_"):
+                group, data = self.group_for(tensor), flat.view(torch.uint8)
                 self.wait(dist.broadcast(data, self._ranks[source], group=group, async_op=True))
         restore(flat, tensor)
         if self.rank == source:
@@ -168,10 +168,16 @@ class TorchGroup(FirstError, Group):
 
     @override
     def close(self) -> None:
-        """As the contract says; the process group given stays open."""
+        """As the contract says; the process group given stays open, and is let go of.
+
+        While anything holds it, its threads live on when its owner has destroyed it. Those of gloo may then drop a
+        tensor while Python ends, which aborts the process.
+        """
         if self._error is None and self._control is not self._process_group:
             dist.destroy_process_group(self._control)
         self.fail(closed())
+        if hasattr(self, "_control"):
+            del self._control, self._process_group
 
     # -- for this file -----------------------------------------------------------------------------------------------
 
