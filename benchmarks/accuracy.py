@@ -18,7 +18,7 @@ from typing import Any
 
 import manyhands as mh
 
-STRATEGIES = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "quorum", "hogwild")
+STRATEGIES = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "quorum", "update-sharing", "hogwild")
 
 
 @dataclass(frozen=True)

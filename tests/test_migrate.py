@@ -16,11 +16,9 @@ import manyhands as mh
 import plain
 import tables
 from manyhands.comm.codecs import codec_of
-from manyhands.comm.codecs.threshold import Threshold
 from manyhands.engines.cluster import Cluster
 from manyhands.engines.sim.engine import Sim
 from manyhands.strategies import strategy_of
-from manyhands.strategies.compression import has_feedback
 from pages import ROOT
 from tables import Row
 
@@ -103,10 +101,10 @@ def test_elephas_synchronous_is_one_average_at_the_end(tmp_path: Path) -> None:
 
 def test_gradient_sharing_of_deeplearning4j_is_asynchronous_and_keeps_residuals() -> None:
     strategy = strategy_of(here("Deeplearning4j", "SharedTrainingMaster"))
-    assert isinstance(strategy, mh.Downpour)
+    assert isinstance(strategy, mh.UpdateSharing)
     assert strategy.leasing() is not None
-    assert isinstance(codec_of(strategy.compress), Threshold)
-    assert has_feedback(strategy)
+    assert strategy.server() is None
+    assert strategy.density is None
 
 
 def test_its_clipping_of_residuals_is_the_default_here() -> None:

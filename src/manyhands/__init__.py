@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from manyhands.strategies.local_sgd import LocalSGD as LocalSGD
     from manyhands.strategies.quorum import Quorum as Quorum
     from manyhands.strategies.solo import Solo as Solo
+    from manyhands.strategies.update_sharing import UpdateSharing as UpdateSharing
     from manyhands.task import Task as Task
     from manyhands.training.train import train as train
     from manyhands.worker import Worker as Worker
@@ -104,6 +105,7 @@ _WHERE = {
     "Event": "events",
     "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
+    "UpdateSharing": "strategies.update_sharing",
     "Hosts": "engines.hosts.engine",
     "Local": "engines.local.engine",
     "LocalSGD": "strategies.local_sgd",

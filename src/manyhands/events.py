@@ -137,6 +137,7 @@ _MAY_MISS: dict[str, Test] = {  # where there is nothing to say
     "parts": _whole(1, _MOST_RANKS),
     "pulls": _list(_VERSIONS),
     "pushes": _list(_or_none(_VERSIONS)),
+    "taken": _list(_VERSIONS),
     "behind": _VERSIONS,
     "global_rows": _whole(),
     "again": lambda value: isinstance(value, bool),

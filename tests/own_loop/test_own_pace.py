@@ -34,6 +34,7 @@ STRATEGIES = [
     "eamsgd",
     "diloco:via=server,period=2",
     "hogwild",
+    "update-sharing",
     "gossip:graph=pairs",
 ]
 WAIT_S = 20.0
@@ -426,6 +427,7 @@ def warmup_alone(worker: Worker, strategy: str) -> None:
     [
         (two_models, "downpour", "whose server holds one model"),
         (two_models, "hogwild", "whose workers go at their own pace"),
+        (two_models, "update-sharing", "whose workers go at their own pace"),
         (two_models, "quorum", "whose server holds one model"),
         (nested, "downpour", "two prepared loaders are under way at once"),
         (means, "downpour", "call it between two passes"),

@@ -50,6 +50,7 @@ def train(epochs: int = 2, seed: int = 0) -> tuple[list[int], Tensor]:
         pytest.param("easgd:period=2", 3, None, marks=pytest.mark.slow),
         pytest.param("dynsgd:bound=1", 2, None, marks=pytest.mark.slow),
         pytest.param("hogwild", 2, None, marks=pytest.mark.slow),
+        pytest.param("update-sharing", 2, None, marks=pytest.mark.slow),
         pytest.param("quorum", 2, None, marks=pytest.mark.slow),
         pytest.param("diloco:via=server,period=2", 2, None, marks=pytest.mark.slow),
         ("downpour", 1, None),
@@ -62,7 +63,7 @@ def test_launch_starts_what_the_strategy_needs(local: Local, strategy: str, work
         assert torch.equal(parameters, found[0][1])
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "downpour:bound=0", "easgd"])
+@pytest.mark.parametrize("strategy", ["downpour", "downpour:bound=0", "easgd", "update-sharing"])
 def test_the_simulator_has_it_too(strategy: str) -> None:
     found = launch(train, workers=3, strategy=strategy, engine=Sim())
     assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)

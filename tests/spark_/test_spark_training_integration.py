@@ -39,7 +39,7 @@ def test_allreduce_is_what_two_processes_compute_here(solo: mh.Run, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("strategy", ["local-sgd:period=4", "downpour", "ensemble"])
+@pytest.mark.parametrize("strategy", ["local-sgd:period=4", "downpour", "update-sharing", "ensemble"])
 def test_strategies_reach_what_they_reach_locally(strategy: str, solo: mh.Run) -> None:
     run = mh.train(digits(epochs=EPOCHS), strategy=strategy, engine="spark", workers=2)
     assert run.metrics["test_accuracy"] >= solo.metrics["test_accuracy"] - 0.03

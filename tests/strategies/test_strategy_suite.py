@@ -90,9 +90,21 @@ STRATEGIES: dict[
     "quorum:backups=1": SIZES,
     "quorum:compress=int8": SIZES,
     "quorum:compress=powersgd:1": SIZES,
+    "update-sharing:bound=0": SIZES,
+    "update-sharing:bound=0,density=none,tau=1e-3": SIZES,
+    "update-sharing": SIZES,
     "hogwild": SIZES,
 }
-EXACT = ("solo", "allreduce", "local-sgd", "gossip", "ensemble", "quorum", "hogwild")  # one worker is a plain loop
+EXACT = (
+    "solo",
+    "allreduce",
+    "local-sgd",
+    "gossip",
+    "ensemble",
+    "quorum",
+    "update-sharing",
+    "hogwild",
+)  # one worker is a plain loop
 RACES = ("repeat", "resume", "round_of_nothing")  # which gradients count depends on who is first
 
 

@@ -19,7 +19,17 @@ from manyhands.recording import event_log
 from preempting import Preempting
 from slow_cases import slow_after
 
-OWN_PACE = ("downpour", "agn", "dynsgd", "distance", "easgd", "eamsgd", "diloco:period=3,via=server", "hogwild")
+OWN_PACE = (
+    "downpour",
+    "agn",
+    "dynsgd",
+    "distance",
+    "easgd",
+    "eamsgd",
+    "diloco:period=3,via=server",
+    "update-sharing",
+    "hogwild",
+)
 IN_STEP = (
     "downpour:bound=0",
     "easgd:bound=0",

@@ -304,8 +304,8 @@ def replay(
 
     [bold]manyhands replay runs/mine[/bold]
 
-    It takes a finished run of a strategy with a parameter server, and the memory
-    of all its workers. Refused are:
+    It takes a finished run of a strategy with a parameter server, or of
+    update-sharing, and the memory of all its workers. Refused are:
 
     - runs that were resumed: the journal is of one launch;
     - hogwild, which has no order;

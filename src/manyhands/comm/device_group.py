@@ -32,6 +32,7 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 from manyhands.comm.reducing import added_up_as, shares_of
 from manyhands.comm.torch_group import count_ring, put_back, summed_as
 from manyhands.errors import PeerLost
@@ -166,6 +167,10 @@ class DeviceGroup(FirstError, Group):
     @override
     def share(self, tensor: Tensor, owner: int) -> Tensor:
         return self._through().share(tensor, owner)
+
+    @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        return self._through().open_mailbox(longest)
 
     @override
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.checks import check_swap
+from manyhands.comm.mailbox import Mailbox
 from manyhands.errors import Unsupported
 
 
@@ -179,6 +180,15 @@ class Group(ABC):
         """
         raise Unsupported(
             "the workers of this run have no memory in common: run them on one machine, with engine local"
+        )
+
+    def open_mailbox(self, longest: int) -> Mailbox:
+        """For messages of at most so many bytes that go to all others, who take them when they want to; a collective.
+
+        Raises Unsupported where this group has no way for them.
+        """
+        raise Unsupported(
+            "these workers have no connections for messages at their own pace: use engine local, hosts, or spark"
         )
 
     def encoded(self, codec: str, n: int, nbytes: int) -> None:  # noqa: B027

@@ -28,6 +28,7 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 from manyhands.comm.ring.group import RingGroup
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
 
@@ -217,6 +218,11 @@ class HierarchicalGroup(FirstError, Group):
         for group in (self.across, self._direct):
             if group is not None:
                 group.lose(name, host)
+
+    @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        self._begin()
+        return super().open_mailbox(longest) if self._direct is None else self._direct.open_mailbox_of(self, longest)
 
     @override
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from manyhands.comm.checks import check_mean, check_rank, check_sum, json_bytes
 from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import SoloMailbox
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class SoloGroup(Group):
     def share(self, tensor: Tensor, owner: int) -> Tensor:
         check_rank(owner, self.size, "owner")
         return tensor
+
+    @override
+    def open_mailbox(self, longest: int) -> SoloMailbox:
+        return SoloMailbox(self)
 
     @override
     def close(self) -> None:

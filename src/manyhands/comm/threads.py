@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 
 DEADLINE_S = 20.0
 
@@ -105,5 +106,36 @@ class ThreadGroup(Group):
         return shared
 
     @override
+    def open_mailbox(self, longest: int) -> ThreadMailbox:
+        boxes = {(a, b): queue.SimpleQueue[Tensor]() for a in range(self.size) for b in range(self.size)}
+        return ThreadMailbox(self, self.meeting.swap(self.rank, boxes, "open_mailbox")[0])
+
+    @override
     def close(self) -> None:
         pass
+
+
+class ThreadMailbox(Mailbox):
+    """boxes: by (source, target), the same for all."""
+
+    def __init__(self, group: ThreadGroup, boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
+        super().__init__(group)
+        self._boxes = boxes
+
+    @override
+    def _send(self, payload: Tensor) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._boxes[self.rank, peer].put(payload.clone())
+
+    @override
+    def _collect(self) -> None:
+        for peer in range(self.size):
+            while not (box := self._boxes[peer, self.rank]).empty():
+                self._inbox[peer].append(box.get())
+
+    @override
+    def _wait_for(self, peer: int, count: int) -> float:
+        while len(self._inbox[peer]) < count:
+            self._inbox[peer].append(self._boxes[peer, self.rank].get(timeout=DEADLINE_S))
+        return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,8 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
+from manyhands.comm.ring.mailbox import Connect, SocketMailbox
 from manyhands.errors import BadInput, PeerLost
 
 _INLINE = 112  # bytes of bits beside a weight; more take an exchange of their own
@@ -54,6 +56,7 @@ class TorchGroup(FirstError, Group):
     """The ranks of a torch.distributed process group (None: the default one), which stays the caller's.
 
     device: where `allocate` makes tensors, which need no copies under nccl only if they are on the GPU.
+    hosts: of the ranks, for messages. connect: for mailboxes, which torch.distributed does not have.
     timeout_s: of every wait on the host. gloo also has its own, given to `init_process_group`: the shorter one counts.
 
     A mean multiplies by the own weight, sums, and divides by the total, since the total travels beside the tensor:
@@ -73,6 +76,8 @@ class TorchGroup(FirstError, Group):
         *,
         timeout_s: float = 300.0,
         device: torch.device | str = "cpu",
+        hosts: Sequence[str] = (),
+        connect: Connect | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise BadInput("TorchGroup needs torch.distributed: call torch.distributed.init_process_group first")
@@ -80,6 +85,11 @@ class TorchGroup(FirstError, Group):
         self._timeout_s, self._device = timeout_s, torch.device(device)
         self._ranks = dist.get_process_group_ranks(self._process_group)
         self.rank, self.size, self.ledger = dist.get_rank(self._process_group), len(self._ranks), Ledger()
+        self._hosts, self._connect, self._mailboxes = (
+            list(hosts) or ["an unknown host"] * self.size,
+            connect,
+            list[SocketMailbox](),
+        )
         self._control = self._process_group
         if dist.get_backend(self._process_group) != "gloo":
             self._control = dist.new_group(self._ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -167,6 +177,15 @@ class TorchGroup(FirstError, Group):
         return [json.loads(text) for text in self.gather_bytes(json_bytes(value), "all_gather_json")]
 
     @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        self.check()
+        if self._connect is None:
+            return super().open_mailbox(longest)
+        channels = self._connect()
+        self._mailboxes.append(SocketMailbox(self, channels, range(self.size), self._hosts, self._timeout_s))
+        return self._mailboxes[-1]
+
+    @override
     def close(self) -> None:
         """As the contract says; the process group given stays open, and is let go of.
 
@@ -175,6 +194,8 @@ class TorchGroup(FirstError, Group):
         """
         if self._error is None and self._control is not self._process_group:
             dist.destroy_process_group(self._control)
+        for mailbox in self._mailboxes:
+            mailbox.close()
         self.fail(closed())
         if hasattr(self, "_control"):
             del self._control, self._process_group

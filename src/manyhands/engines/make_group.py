@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it loads TLS, which most runs do not need
 
     from manyhands.comm.ring.group import RingGroup
     from manyhands.engines.hosts.network import Network
+    from manyhands.transport.channel import Channel
 
 Meet = Callable[[str, Sequence[int], Any], list[Any]]
 """meet(name, ranks, value): each of the ranks, this process's among them, gives a value (JSON) and gets all values, in
@@ -104,12 +105,14 @@ def make_group(
     network: Network | None = None,
     arena: Arena | None = None,
     check: Callable[[], None] = lambda: None,
+    reach: Callable[[], Network] | None = None,
 ) -> Group:
     """The group of the topology's members, for this one; a collective of them alone. The caller closes it.
 
     Shared memory within a host: `memory`, else the members swap their own. arena: this member's, where its vectors lie
     already. Between hosts rings over `network`, with shared memory inside each host. Where each member has a GPU of its
-    own, nccl. check: called while it connects, raises what ends that. After an error `memory` is still the caller's.
+    own, nccl. check: called while it connects, raises what ends that. reach: gives, in a collective, the network for what
+    torch.distributed has no way for: a mailbox. After an error `memory` is still the caller's.
     Raises Unsupported for a part of what torch.distributed links, whose groups all ranks must make together, and
     PeerLost where another host's member cannot be connected.
     """
@@ -130,7 +133,16 @@ def make_group(
         )
     from manyhands.comm.torch_group import TorchGroup
 
-    return TorchGroup(timeout_s=topology.timeout_s, device=topology.device)
+    def connect() -> dict[int, Channel]:
+        assert reach is not None
+        return _channels(topology, topology.members, "mailbox", meet, reach(), check)
+
+    return TorchGroup(
+        timeout_s=topology.timeout_s,
+        device=topology.device,
+        hosts=topology.host_names,
+        connect=None if reach is None else connect,
+    )
 
 
 def _on_one_host(
@@ -200,27 +212,50 @@ def _between_hosts(
 def _ring(
     topology: Topology, ranks: list[int], purpose: str, meet: Meet, network: Network, check: Callable[[], None]
 ) -> RingGroup:
-    """Of these ranks, with this worker's among them. Its port is closed when all are connected."""
+    """Of these ranks, with this worker's among them."""
     from manyhands.comm.ring.group import RingGroup
+
+    def connect(purpose: str) -> dict[int, Channel]:
+        return _channels(topology, ranks, purpose, meet, network, check)
+
+    hosts = _hosts_of(topology, ranks)
+    return RingGroup(
+        ranks.index(topology.rank),
+        len(ranks),
+        connect(purpose),
+        hosts=hosts,
+        names=ranks,
+        timeout_s=topology.timeout_s,
+        connect=partial(connect, "mailbox"),
+    )
+
+
+def _channels(
+    topology: Topology, ranks: list[int], purpose: str, meet: Meet, network: Network, check: Callable[[], None]
+) -> dict[int, Channel]:
+    """To all other ones of these ranks. This worker's port is closed when all are connected."""
     from manyhands.comm.ring.links import connect_all
 
-    place, name_of = ranks.index(topology.rank), dict(zip(topology.members, topology.host_names, strict=True))
-    hosts = [name_of[rank] for rank in ranks]
+    place = ranks.index(topology.rank)
     # Each connects to the lower ranks: the higher ones give up first, their error says whose port is shut.
     patience_s = topology.connect_s * (1.5 - 0.5 * (place + 1) / len(ranks))
     with closing(network.listener(topology.timeout_s, topology.generation)) as listener:
         found = meet(purpose, ranks, network.address_of(listener))
         addresses, proof = [(str(host), int(port)) for host, port in found], network.secret.proof
-        channels = connect_all(
+        return connect_all(
             place,
             listener,
             addresses,
             **proof,
-            hosts=hosts,
+            hosts=_hosts_of(topology, ranks),
             names=ranks,
             purpose=purpose,
             generation=topology.generation,
             timeout_s=patience_s,
             check=check,
         )
-    return RingGroup(place, len(ranks), channels, hosts=hosts, names=ranks, timeout_s=topology.timeout_s)
+
+
+def _hosts_of(topology: Topology, ranks: Sequence[int]) -> list[str]:
+    name_of = dict(zip(topology.members, topology.host_names, strict=True))
+    return [name_of[rank] for rank in ranks]

@@ -24,6 +24,7 @@ CATALOGUE = {
     "easgd": "manyhands.strategies.easgd:EASGD",
     "eamsgd": "manyhands.strategies.eamsgd:EAMSGD",
     "quorum": "manyhands.strategies.quorum:Quorum",
+    "update-sharing": "manyhands.strategies.update_sharing:UpdateSharing",
     "hogwild": "manyhands.strategies.hogwild:Hogwild",
 }
 
@@ -65,7 +66,7 @@ ELSEWHERE = {  # what other systems call them: a spec of ours; or, where nothing
     **dict.fromkeys(("async", "asynchronous", "asgd", "asp", "delayed", "distbelief", "dist-async"), "downpour"),
     **dict.fromkeys(("parameter-server", "parameterserver", "ps", "parameterserverstrategy"), "downpour"),
     **dict.fromkeys(("ssp", "essp", "stale", "stale-synchronous", "petuum", "bosen"), "downpour:bound=3"),
-    **dict.fromkeys(("gradient-sharing", "shared-training", "strom"), "downpour:compress=threshold:0.001"),
+    **dict.fromkeys(("gradient-sharing", "shared-training", "strom"), "update-sharing"),
     **dict.fromkeys(("softsync", "n-softsync", "staleness-aware"), _SOFTSYNC),
     "dc-asgd": "delay compensation is not here; `dynsgd` divides an update by its staleness + 1",
     "adaptive": "a server with adaptive rates is `downpour:rule=adagrad`; a period that adapts is not here",

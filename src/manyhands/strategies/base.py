@@ -40,6 +40,7 @@ class Needs:
     )
     gradients: bool = False  # gradients are exchanged: a step that moves parameters without any is refused
     before_gradient: bool = False  # it acts before each gradient is computed: `before_backward`
+    mailbox: bool = False  # workers post to one another at their own pace, in an order that a run records
     elementwise: bool = True  # element i of an update depends on elements i, and on what `Replica.norm` and `dot` give
 
 
@@ -107,6 +108,10 @@ class State:
 
     def share_anew(self, before: int, size: int) -> None:
         """The mean of so many ranks becomes that of so many others: what this one has yet to send is to weigh as much."""
+
+    def drain_journal(self) -> dict[str, Any]:
+        """What happened since the last call in an order that nothing else decides: goes into the step's event, for replay."""
+        return {}
 
     def weight_of_window(self) -> float:
         """This rank's share of the mean parameters with which a checkpoint is resumed on another number of ranks.
@@ -254,8 +259,8 @@ class Strategy(ABC):
         """Members were lost: what was on its way between them is gone, and the open windows go on with it. No
         communication. Called on all members of the next generation, before they close the open round."""
 
-    def settle(self, worker: Worker, state: Any) -> None:  # noqa: B027
-        """A checkpoint is about to be taken, between two ticks: what is under way is to be over, and in the state."""
+    def settle(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
+        """A checkpoint is due, between two ticks: what is under way is to be over, and in replica or state. A collective."""
 
     def finish(self, replica: Replica, worker: Worker, state: Any) -> None:  # noqa: B027
         """An epoch's rows are out: complete the open round. Idempotent; an empty window changes nothing."""

@@ -190,7 +190,7 @@ class Downpour(AsyncOptions, CompressOptions, OverlapOptions, Strategy):
         return state.ticks % self.push_every
 
     @override
-    def settle(self, worker: Worker, state: DownpourState) -> None:
+    def settle(self, replica: Replica, worker: Worker, state: DownpourState) -> None:
         state.arrive(worker)
 
     @override

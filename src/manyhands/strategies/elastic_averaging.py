@@ -149,7 +149,7 @@ class Elastic(AsyncOptions, Strategy):
         return state.ticks
 
     @override
-    def settle(self, worker: Worker, state: ElasticState) -> None:
+    def settle(self, replica: Replica, worker: Worker, state: ElasticState) -> None:
         state.arrive(worker)
 
     @override

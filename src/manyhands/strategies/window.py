@@ -124,7 +124,7 @@ class Windowed(AsyncOptions, CompressOptions, Strategy):
         return state.ticks
 
     @override
-    def settle(self, worker: Worker, state: Window) -> None:
+    def settle(self, replica: Replica, worker: Worker, state: Window) -> None:
         state.arrive(worker)
 
     @override

@@ -460,7 +460,7 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         saved = []
         for tick in range(1, len(ROWS)):
             trainer.train(1)
-            strategy.settle(trainer.worker, trainer.state)
+            strategy.settle(trainer.replica, trainer.worker, trainer.state)
             tensors, values = run_state.capture(trainer.replica, trainer.state, {"total": None})
             trainer.barrier()
             if trainer.worker.server is not None and trainer.worker.rank == 0:

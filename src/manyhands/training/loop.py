@@ -482,7 +482,8 @@ class Loop:
         """Send the record of the last tick, with the server's values for it."""
         if self._pending is not None:
             sent = self._sent_bytes()
-            values = {**self._pending, "bytes": sent - self._sent, **self._server_values()}
+            ordered = {**self._server_values(), **self.state.drain_journal()}
+            values = {**self._pending, "bytes": sent - self._sent, **ordered}
             self._sent, self._pending = sent, None
             self.worker.emit("step", **values)
 
@@ -625,6 +626,7 @@ class Loop:
 
     def save(self) -> None:
         """A checkpoint, where they are wanted, of replicas that are equal where that is promised."""
+        self.plan.strategy.settle(self.replica, self.worker, self.state)  # also without one: a replay does the same
         if self.plan.checkpoints is not None:
             self._compare_replicas()
         self.saver.save(self.position, self.state)

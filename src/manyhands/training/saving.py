@@ -57,7 +57,6 @@ class Saver:
         where = {**vars(position), **facts}
         if self.worker.elastic and self.worker.rank:
             where |= {"rows": 0, "unused": 0}  # each has counted everybody's, and a checkpoint's ranks are summed up
-        self.plan.strategy.settle(self.worker, state)
         equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
         counted = not equal or self.worker.mesh.data.rank == 0
         tensors, values = run_state.capture(self.replica, state, where, self.declared, counted)

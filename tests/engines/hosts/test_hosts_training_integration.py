@@ -32,9 +32,12 @@ def train(given: mh.Task, strategy: str, *, tls: bool = True, **options: Any) ->
 
 
 @pytest.mark.slow
-def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_be_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["downpour", "update-sharing"])
+def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_be_replayed(
+    tmp_path: Path, strategy: str
+) -> None:
     folder = tmp_path / "run"
-    run = train(task(), "downpour", run_dir=folder)
+    run = train(task(), strategy, run_dir=folder)
     assert run.rows["total"] == sum(run.rows["workers"]) == 390
     assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
     assert sum(run.staleness.values()) > 0

@@ -39,7 +39,7 @@ def train() -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["downpour", "easgd:bound=0,period=2", f"downpour:rule={RULE}"])
+@pytest.mark.parametrize("strategy", ["downpour", "easgd:bound=0,period=2", "update-sharing", f"downpour:rule={RULE}"])
 def test_a_server_and_leases_across_hosts(strategy: str) -> None:
     engine = Hosts(local_workers=1)
     run = Run(engine, joined_by(1))

@@ -167,14 +167,14 @@ def test_in_step_it_is_what_other_engines_train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["downpour:warmup=2", "easgd", "gossip", "dynsgd"])
+@pytest.mark.parametrize("strategy", ["downpour:warmup=2", "easgd", "gossip", "dynsgd", "update-sharing"])
 def test_each_row_once_on_two_hosts(tmp_path: Path, credentials: str, strategy: str) -> None:
     hosts = ["alpha", "alpha", "beta"]
     found = Ranks(tmp_path, LOOP, strategy, hosts=hosts, MANYHANDS_CREDENTIALS=credentials).found()
     assert rows_of(found) == sorted([*range(39)] * 2)
     for one in found:
         assert one["parameters"] == found[0]["parameters"]
-        assert one["shards"] == (0 if strategy == "gossip" else 2)
+        assert one["shards"] == (0 if strategy in ("gossip", "update-sharing") else 2)
     assert all_end(tmp_path)
 
 
@@ -189,10 +189,13 @@ def test_hogwild_is_for_one_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_without_credentials_are_refused_and_nothing_is_started(tmp_path: Path, credentials: str) -> None:
-    ranks = Ranks(tmp_path, LOOP, "downpour", hosts=["alpha", "beta"])
+@pytest.mark.parametrize(
+    ("strategy", "what"), [("downpour", "a parameter server (rule add)"), ("update-sharing", "an exchange of messages")]
+)
+def test_hosts_without_credentials_are_refused_and_nothing_is_started(tmp_path: Path, strategy: str, what: str) -> None:
+    ranks = Ranks(tmp_path, LOOP, strategy, hosts=["alpha", "beta"])
     for output in ranks.end():
-        assert "BadInput: a parameter server (rule add) over 2 hosts needs credentials" in output
+        assert f"BadInput: {what} over 2 hosts needs credentials" in output
         assert "MANYHANDS_CREDENTIALS is not set there" in output
     assert [process.returncode for process in ranks.processes] == [1, 1]
     assert not shards_of(tmp_path)

@@ -230,6 +230,7 @@ def estimate_of_each(*workers: int) -> tuple[Estimate, ...]:
     ("strategy", "more", "why"),
     [
         ("allreduce:compress=threshold:0.1", {}, "only training shows"),
+        ("update-sharing", {}, "depend on the updates' values"),
         ("quorum", {"servers": 2}, "needs a server with one shard"),
         ("quorum:backups=4", {}, "backups=4 must be less than workers="),
         ("diloco:period=20", {"steps": 30}, "too few exchanges to measure a step .steps: 34"),

@@ -55,6 +55,8 @@ def train(local: Local, folder: Path, strategy: str, **options: Any) -> mh.Run:
             ("quorum:backups=1", 1),
             ("diloco:period=3,via=server", 1),
             ("diloco:period=2,via=server,quorum=1,grace=0,bound=2", 1),
+            ("update-sharing", 1),
+            ("update-sharing:density=0.02,warmup=3", 1),
             ("downpour:bound=0", 2),
             ("downpour:compress=powersgd:1", 2),
             ("agn:window=2,compress=qsgd:4", 1),
@@ -73,6 +75,16 @@ def test_the_same_bits_in_the_journals_order(strategy: str, servers: int, local:
     assert progress_calls[-1] == (len(progress_calls), replayed.ticks)
     again = {name: p.detach() for name, p in run.model.named_parameters()}
     assert all(torch.equal(replayed.parameters[name], again[name]) for name in again)
+
+
+@pytest.mark.slow
+def test_messages_between_workers_also_where_checkpoints_and_validations_cut_the_epochs(
+    local: Local, tmp_path: Path
+) -> None:
+    """Before a checkpoint all take what is on its way, and a validation leaves it there."""
+    options = {"validate_every": 3, "checkpoint_every": 4, "validation_data": plain.rows(20, seed=3)}
+    train(local, tmp_path / "run", "update-sharing", **options)
+    assert mh.replay(tmp_path / "run", task=task(validation_data=options["validation_data"])).identical
 
 
 @pytest.mark.slow

@@ -35,10 +35,12 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 from manyhands.comm.reducing import shares_of
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, Exchange, Scratch, Shares, Transfer, add_up, exchange_of
 from manyhands.comm.ring.link import ARRIVE, SEND, Link
 from manyhands.comm.ring.links import Links
+from manyhands.comm.ring.mailbox import Connect, SocketMailbox
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, bytes_of
@@ -75,18 +77,21 @@ class RingGroup(Group):
         hosts: Sequence[str] = (),
         names: Sequence[int] = (),
         timeout_s: float = 300.0,
+        connect: Connect | None = None,
     ) -> None:
         check_rank(rank, size, "rank")
         if sorted(channels) != [peer for peer in range(size) if peer != rank]:
             raise BadInput(f"rank {rank} of {size} needs a channel to each other rank; got them to {sorted(channels)}")
         self.rank, self.size, self.ledger = rank, size, Ledger()
+        self._names, self._hosts = list(names) or list(range(size)), list(hosts) or ["localhost"] * size
         self._links = Links(
             rank,
             {peer: Link(peer, channel.detach()) for peer, channel in channels.items()},
-            names=list(names) or list(range(size)),
-            hosts=list(hosts) or ["localhost"] * size,
+            names=self._names,
+            hosts=self._hosts,
             timeout_s=timeout_s,
         )
+        self._timeout_s, self._connect, self._mailboxes = timeout_s, connect, list[SocketMailbox]()
         self._background, self._scratch, self._sequence = Background("manyhands-ring"), Scratch(), 0
 
     # -- the contract ------------------------------------------------------------------------------------------------
@@ -210,11 +215,24 @@ class RingGroup(Group):
         return [json.loads(text) for _, text in arrivals]
 
     @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        return self.open_mailbox_of(self, longest)
+
+    def open_mailbox_of(self, group: Group, longest: int) -> Mailbox:
+        """As `open_mailbox`, of a group of which this one is a part, and which counts what is sent."""
+        if self._connect is None:
+            return super().open_mailbox(longest)
+        self._mailboxes.append(SocketMailbox(group, self._connect(), self._names, self._hosts, self._timeout_s))
+        return self._mailboxes[-1]
+
+    @override
     def close(self) -> None:
         """As the contract says. A mean that is under way fails: wait for its handle first."""
         if self._background.busy:
             self._links.interrupt()
         self._background.close(_CLOSING_S)
+        for mailbox in self._mailboxes:
+            mailbox.close()
         self._links.close()
 
     @override

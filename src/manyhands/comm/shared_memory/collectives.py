@@ -3,7 +3,7 @@
 An operation has an arrival, which publishes a header, and, unless there is no data, rounds. In a round the data of all
 ranks lies at known places in their memory; each rank moves its part, and nobody goes on before all have. Tensors in
 the ranks' arenas need a single round; as soon as one rank's tensor lies elsewhere, all go through it in pieces that fit
-into the table's scratch area. A mailbox carries the tensors of `send` and `receive_`.
+into the table's scratch area. `DirectMessages` carries the tensors of `send` and `receive_`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class CollectiveRounds:
 _HEADER = struct.Struct("<QQ")
 
 
-class Mailbox:
+class DirectMessages:
     """Sends and receives flat byte tensors; a message of up to 1 MB leaves without waiting for its receiver."""
 
     def __init__(self, memory: GroupMemory, board: SharedCounters, waiting: Waiting) -> None:

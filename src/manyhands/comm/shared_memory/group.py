@@ -36,8 +36,10 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 from manyhands.comm.reducing import reduce_everywhere, shares_of, sum_of
-from manyhands.comm.shared_memory.collectives import CollectiveRounds, Mailbox, Operation, Places
+from manyhands.comm.shared_memory.collectives import CollectiveRounds, DirectMessages, Operation, Places
+from manyhands.comm.shared_memory.mailbox import SharedMailbox, region_bytes
 from manyhands.comm.shared_memory.memory import Arena, create_arena
 from manyhands.comm.shared_memory.synchronisation import Header, LivenessPipes, SharedCounters, Waiting
 from manyhands.comm.shared_memory.table import GroupMemory, SharedMemory, create_table
@@ -95,7 +97,7 @@ class SharedMemoryGroup(Group):
         self._lifelines = LivenessPipes(rank, lifelines)
         hosts, names = list(hosts) or ["localhost"] * size, list(names) or range(size)
         self._waiting = Waiting(self._board, self._lifelines, hosts, names, timeout_s)
-        self._mailbox = Mailbox(self._memory, self._board, self._waiting)
+        self._messages = DirectMessages(self._memory, self._board, self._waiting)
         self._rounds = CollectiveRounds(self, self._arena, self._memory, self._board, self._waiting)
 
     # -- the contract ------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class SharedMemoryGroup(Group):
         """As the contract says. Up to 1 MB leaves at once; more waits until `target` receives."""
         self._waiting.check()
         check_peer(target, self.rank, self.size, "target")
-        self._mailbox.send(flattened(tensor).view(torch.uint8), signature("send", tensor.dtype), target, self.step)
+        self._messages.send(flattened(tensor).view(torch.uint8), signature("send", tensor.dtype), target, self.step)
         self.ledger.add("send", tensor.nbytes)
 
     @override
@@ -172,7 +174,7 @@ class SharedMemoryGroup(Group):
         self._waiting.check()
         check_peer(source, self.rank, self.size, "source")
         flat = flattened(tensor)
-        self._mailbox.receive(flat.view(torch.uint8), signature("send", tensor.dtype), source, self.step)
+        self._messages.receive(flat.view(torch.uint8), signature("send", tensor.dtype), source, self.step)
         restore(flat, tensor)
 
     @override
@@ -182,7 +184,7 @@ class SharedMemoryGroup(Group):
         check_swap(tensor, target, into, source, self.rank, self.size)
         own, came = flattened(tensor), flattened(into)
         number = signature("send", tensor.dtype)
-        self._mailbox.swap(own.view(torch.uint8), target, came.view(torch.uint8), source, number, self.step)
+        self._messages.swap(own.view(torch.uint8), target, came.view(torch.uint8), source, number, self.step)
         self.ledger.add("send", tensor.nbytes)
         restore(came, into)
 
@@ -215,6 +217,12 @@ class SharedMemoryGroup(Group):
                 f"{tensor.device}) is not such memory: train on the CPU (device='cpu')"
             )
         return self._memory.view(owner, offset, tensor.numel(), tensor.dtype)
+
+    @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        self._waiting.check()
+        own = self.allocate(region_bytes(self.size, longest), torch.uint8)
+        return SharedMailbox(self, [self.share(own, owner) for owner in range(self.size)], longest, self._waiting)
 
     @override
     def close(self) -> None:

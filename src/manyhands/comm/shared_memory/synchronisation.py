@@ -17,7 +17,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from manyhands.comm.checks import FirstError
@@ -191,26 +191,26 @@ class Waiting(FirstError):
             if words[index] >= target:
                 break
         else:
-            self._slowly(rank, index, target, operation, step)
+            self.until_reached(rank, lambda: words[index], target, operation, step)
         fence()
 
-    def _slowly(self, rank: int, index: int, target: int, operation: str, step: int) -> None:
-        words = self._board.words[rank]
+    def until_reached(self, rank: int, read: Callable[[], int], target: int, operation: str, step: int) -> None:
+        """As `until`, of whatever `read` returns: what only `rank` raises."""
         start = progress = time.perf_counter()
-        seen = words[index]
+        seen = read()
         no_files = select.poll()  # one of this wait's own: two threads may not share it
-        while words[index] < target:
+        while (found := read()) < target:
             now = time.perf_counter()
             if now - start < _YIELD_S:
                 os.sched_yield()
                 no_files.poll(0)  # lets go of the GIL, which sched_yield does not; time.sleep(0) takes 65 µs
                 continue
-            if words[index] != seen:
-                seen, progress = words[index], now
+            if found != seen:
+                seen, progress = found, now
             lost = self._lost(rank)
             if lost is None and now - progress > self._timeout_s:
                 lost = rank, f"showed no progress for {self._timeout_s:g} s"
-            if lost and words[index] < target:  # it may have raised the counter right before it left
+            if lost and read() < target:  # it may have raised the counter right before it left
                 self._board.give_up(lost[0])
                 name, host = self._names[lost[0]], self._hosts[lost[0]]
                 raise self.fail(PeerLost(name, host, operation, step, now - start, lost[1]))

@@ -5,7 +5,7 @@ The table is one sparse memfd with a region for each rank. Only this rank writes
     counters   words of 8 bytes, each on a cache line of its own: see `synchronisation`
     headers    SLOTS slots for the operations under way: what a rank says when it arrives at one
     scratch    SCRATCH bytes: what lies outside the arenas goes through here in pieces
-    mailbox    RING slots for each rank: what `send` has laid out for it
+    messages   RING slots for each rank: what `send` has laid out for it
 
 Every part begins on a page. No vector lies in a table, so a new group needs a new table and copies nothing.
 """
@@ -68,8 +68,8 @@ class TableLayout:
         self.counters = 8 * LINE * (FIRST_PAIR + 2 * size)  # bytes of them
         self.headers = pages(self.counters)  # from a region's start, as the next ones
         self._scratch = self.headers + SLOTS * SLOT
-        self._mailbox = self._scratch + SCRATCH
-        self._region = self._mailbox + size * RING * _MAIL_SLOT
+        self._messages = self._scratch + SCRATCH
+        self._region = self._messages + size * RING * _MAIL_SLOT
         self.length = size * self._region
 
     def region(self, rank: int) -> slice:
@@ -81,7 +81,7 @@ class TableLayout:
 
     def mail(self, rank: int, target: int, chunk: int) -> int:
         """Where `rank` lays out its chunk of this number for `target`."""
-        return rank * self._region + self._mailbox + (target * RING + chunk % RING) * _MAIL_SLOT
+        return rank * self._region + self._messages + (target * RING + chunk % RING) * _MAIL_SLOT
 
 
 class GroupMemory:

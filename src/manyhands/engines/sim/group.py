@@ -24,6 +24,7 @@ from manyhands.comm.checks import (
     slice_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
+from manyhands.comm.mailbox import Mailbox
 from manyhands.comm.reducing import CHUNK, reduce_everywhere, shares_of, sum_of
 from manyhands.engines.sim.collectives import Cost
 from manyhands.engines.sim.compute import Compute
@@ -52,7 +53,7 @@ class SimGroup(Group):
         check_rank(rank, meeting.size, "rank")
         self.rank, self.size, self.ledger = rank, meeting.size, Ledger()
         self._meeting, self._compute = meeting, compute or Compute()
-        self._closed = False
+        self._closed, self._boxes = False, 0
 
     @override
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -135,6 +136,11 @@ class SimGroup(Group):
         return shared
 
     @override
+    def open_mailbox(self, longest: int) -> Mailbox:
+        self._boxes += 1
+        return SimMailbox(self, self._meeting, self._boxes)
+
+    @override
     def encoded(self, codec: str, n: int, nbytes: int) -> None:
         self._meeting.timeline.work(self._compute.coding(codec, self.rank).encoding(n, nbytes))
 
@@ -204,6 +210,39 @@ class SimGroup(Group):
 
     def _words(self) -> Cost:
         return self._meeting.costs.barrier()
+
+
+class SimMailbox(Mailbox):
+    """A message leaves at once to each peer, one after the other: the network card is what waits, not the worker."""
+
+    def __init__(self, group: SimGroup, meeting: SimRendezvous, box: int) -> None:
+        super().__init__(group)
+        self._meeting, self._box = meeting, box
+
+    @override
+    def _send(self, payload: Tensor) -> None:
+        data = payload.clone()
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._meeting.send(PendingMessage(0, data), self.rank, peer, self._group.step, self._box)
+
+    @override
+    def _collect(self) -> None:
+        for peer in range(self.size):
+            while self._meeting.has_arrived(peer, self.rank, self._box):
+                self._next_of(peer)
+
+    @override
+    def _wait_for(self, peer: int, count: int) -> float:
+        waited_s = 0.0
+        while len(self._inbox[peer]) < count:
+            waited_s += self._next_of(peer)
+        return waited_s
+
+    def _next_of(self, peer: int) -> float:
+        message, waited_s = self._meeting.take(peer, self.rank, self._group.step, self._box)
+        self._inbox[peer].append(message.data)
+        return waited_s
 
 
 class _Started(Work):

@@ -92,6 +92,7 @@ class PendingWait:
     since: float
     source: int  # -1: a collective's
     until: Round | PendingMessage
+    box: int = 0  # of messages, see `SimRendezvous.send`
 
     @property
     def is_for_somebody(self) -> bool:
@@ -130,7 +131,7 @@ class SimRendezvous:
         self._rounds: dict[int, Round] = {}  # those that somebody has not come to
         self._calls = [0] * size  # how many each rank has made
         self._free_at = begins_at  # when the last collective is over
-        self._mail: dict[tuple[int, int], deque[PendingMessage]] = {}
+        self._mail: dict[tuple[int, int, int], deque[PendingMessage]] = {}
         self._waits: dict[int, PendingWait] = {}  # by rank
         self._closed: set[int] = set()
         self._failure: Failure | None = None
@@ -201,30 +202,38 @@ class SimRendezvous:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def send(self, message: PendingMessage, source: int, target: int, step: int) -> None:
+    def send(self, message: PendingMessage, source: int, target: int, step: int, box: int = 0) -> None:
+        """box: of those from one rank to another, each with an order of its own; 0 is that of `send` and `receive_`."""
         self.check(source, "send", step)
         now = self.timeline.now
         message.arrives_at = self.wires.send(self._nodes[source], self._nodes[target], message.data.nbytes, now)
         message.sent_at = now
         wait = self._waits.get(target)
-        if wait is not None and wait.source == source and wait.is_for_somebody:
+        if wait is not None and (wait.source, wait.box) == (source, box) and wait.is_for_somebody:
             wait.until = message
             self.timeline.at(message.arrives_at, lambda: wait.cell.set(None))
-        self._mail.setdefault((source, target), deque()).append(message)
+        self._mail.setdefault((source, target, box), deque()).append(message)
 
-    def take(self, source: int, target: int, step: int) -> tuple[PendingMessage, float]:
+    def has_arrived(self, source: int, target: int, box: int) -> bool:
+        """Whether the next message from a rank is here."""
+        mail = self._mail.get((source, target, box))
+        return mail is not None and len(mail) > 0 and mail[0].arrives_at <= self.timeline.now
+
+    def take(self, source: int, target: int, step: int, box: int = 0) -> tuple[PendingMessage, float]:
         """The next message from a rank, once it has arrived; and the seconds until it was sent."""
-        self.check(target, "receive_", step)
+        name = "take" if box else "receive_"
+        self.check(target, name, step)
         now = self.timeline.now
-        box = self._mail.setdefault((source, target), deque())
-        if not box and source in self._closed:
-            raise self._fail(self._lost(source, "left the group"))(target, "receive_", step, 0.0)
-        if not box or box[0].arrives_at > now:
-            wait = PendingWait(self.timeline.cell(), "receive_", step, now, source, box[0] if box else PendingMessage())
-            if box:
-                self.timeline.at(box[0].arrives_at, lambda: wait.cell.set(None))
+        mail = self._mail.setdefault((source, target, box), deque())
+        if not mail and source in self._closed:
+            raise self._fail(self._lost(source, "left the group"))(target, name, step, 0.0)
+        if not mail or mail[0].arrives_at > now:
+            until = mail[0] if mail else PendingMessage()
+            wait = PendingWait(self.timeline.cell(), name, step, now, source, until, box)
+            if mail:
+                self.timeline.at(mail[0].arrives_at, lambda: wait.cell.set(None))
             self._wait(target, wait)
-        message = box.popleft()
+        message = mail.popleft()
         assert message.sent_at is not None
         return message, max(0.0, message.sent_at - now)
 

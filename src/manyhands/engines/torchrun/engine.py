@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -35,6 +35,9 @@ from manyhands.errors import BadInput
 from manyhands.server.base import Server, ServerSpec
 from manyhands.signals import leave_sigterm_to_the_system
 from manyhands.worker import DriverClient, SoloDriverClient, Worker, as_current
+
+if TYPE_CHECKING:
+    from manyhands.engines.hosts.network import Network
 
 T = TypeVar("T")
 
@@ -157,7 +160,13 @@ def joined(spec: LaunchSpec, driver: Callable[[StoreLeases], DriverClient] = _Sc
     ):
         meet = meet_at(store, place.rank, spec.timeout_s)
         topology = _topology(place, spec, device, meet)
-        group = make_group(topology, meet)
+
+        def reach() -> Network:
+            from manyhands.engines.torchrun.server import network_of  # loads TLS, which most runs do not need
+
+            return network_of(topology, meet)
+
+        group = make_group(topology, meet, reach=reach)
         stack.callback(group.close)
 
         def start_server(wanted: ServerSpec) -> Server:
@@ -175,7 +184,7 @@ def joined(spec: LaunchSpec, driver: Callable[[StoreLeases], DriverClient] = _Sc
             host=socket.gethostname(),
             device=device,
             group=group,
-            subgroup=lambda members: make_group(topology.of(members), meet),
+            subgroup=lambda members: make_group(topology.of(members), meet, reach=reach),
             server=None if spec.server is None else start_server(spec.server),
             start_server=start_server,
             driver=driver(StoreLeases(PrefixStore("leases", store), spec.timeout_s)),

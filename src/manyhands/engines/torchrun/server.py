@@ -19,6 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.make_group import Meet, Topology
 from manyhands.engines.own_rules import from_fields, to_fields
@@ -45,7 +46,7 @@ def start_server(spec: ServerSpec, topology: Topology, meet: Meet) -> tuple[Serv
     members, rank = topology.members, topology.rank
     fields = meet("server rule", members, to_fields(spec) if rank == members[0] else None)[0]
     spec = from_fields(fields)  # of a rule of one's own: the first worker's text, on all of them
-    credentials = _credentials(spec, topology, meet)
+    credentials = _credentials(f"a parameter server (rule {spec.rule})", topology, meet)
     shards = 1 if spec.one_shard else len(topology.hosts)
     here = next(number for number, ranks in enumerate(topology.hosts) if rank in ranks)
     own: socket.socket | None = None
@@ -67,7 +68,14 @@ def start_server(spec: ServerSpec, topology: Topology, meet: Meet) -> tuple[Serv
     return ServedServer(spec, channels, hosts=topology.host_names), held
 
 
-def _credentials(spec: ServerSpec, topology: Topology, meet: Meet) -> Credentials | None:
+def network_of(topology: Topology, meet: Meet) -> Network:
+    """For connections of these workers' own between hosts; a collective. BadInput where a host is without credentials."""
+    credentials = _credentials("an exchange of messages", topology, meet)
+    hosts, names = [list(ranks) for ranks in topology.hosts], list(topology.names)
+    return Network(hosts=hosts, names=names, listen=_address_here(), secret=Secret(credentials))
+
+
+def _credentials(what: str, topology: Topology, meet: Meet) -> Credentials | None:
     """Those of this host; None where all workers are on one."""
     if len(topology.hosts) == 1:
         return None
@@ -81,7 +89,7 @@ def _credentials(spec: ServerSpec, topology: Topology, meet: Meet) -> Credential
     for name, reason in zip(names, everyone, strict=True):
         if reason is not None:
             raise BadInput(
-                f"a parameter server (rule {spec.rule}) over {len(topology.hosts)} hosts needs credentials, and {name} has none: "
+                f"{what} over {len(topology.hosts)} hosts needs credentials, and {name} has none: "
                 f"{reason}. Make a file (docs/hosts.md says how), copy it to each host, and name it there in {VARIABLE}"
             )
     return found

@@ -41,8 +41,9 @@ class Lengths:
     def __init__(self, shape: Shape, strategy: Strategy, *, workers: int, servers: int = 1, rows: float = 1) -> None:
         """servers: requested shards, if the strategy has a server. rows: of a worker's tick.
 
-        Raises Unsupported for a codec whose messages have lengths that depend on values.
+        Raises Unsupported where messages have lengths that depend on values.
         """
+        check_lengths(strategy, workers)
         spec = strategy.server()
         self._served = spec is not None
         self._shards = 1 if spec is None or spec.one_shard else servers
@@ -140,6 +141,15 @@ class Lengths:
             encode = coding.encoding(shape.padded, nbytes)
             decode = coding.decoding(shape.padded, nbytes * payloads, payloads)
         return Coding(encode / self.stand_in_length, decode / self.stand_in_length)
+
+
+def check_lengths(strategy: Strategy, workers: int) -> None:
+    """Raise Unsupported where workers post what no codec makes."""
+    if strategy.needs.mailbox and workers > 1:
+        raise Unsupported(
+            f"the messages of strategy {strategy.name} have lengths that depend on the updates' values, so only training shows "
+            "them: train with it on engine sim and this profile, on fewer workers"
+        )
 
 
 def payload_bytes(codec: Codec, shape: Shape, low: int, high: int) -> int:

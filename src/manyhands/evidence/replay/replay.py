@@ -18,13 +18,12 @@ from manyhands.checkpoint import checkpoints
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
 from manyhands.engines.own_rules import is_own, list_rule
 from manyhands.engines.sim.costs import Costs
-from manyhands.engines.sim.group import SimGroup
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
 from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.timeline import Deadlock, SimProgram, Timeline
 from manyhands.engines.single_process import running_threads
 from manyhands.errors import BadInput, Unsupported
-from manyhands.evidence.replay.server import ReplayClient, ReplayJournal, ReplayServer, Stores
+from manyhands.evidence.replay.server import ReplayClient, ReplayGroup, ReplayJournal, ReplayServer, Stores
 from manyhands.recording import event_log
 from manyhands.recording.run import environment
 from manyhands.server.shard_ranges import make_stores
@@ -88,20 +87,22 @@ def replay(
     named = _built_in(settings, folder, "strategy", strategies.CATALOGUE) if strategy is None else strategy
     rule = strategy_of(named)
     spec = rule.server()
-    if spec is None and rule.leasing() is not None:
+    posts = rule.needs.mailbox and rule.leasing() is not None
+    if spec is None and rule.leasing() is not None and not posts:
         raise Unsupported(
             f"strategy {rule.name} has no order to record (workers write the same memory at once): it cannot be replayed"
         )
-    if spec is None:
+    if spec is None and not posts:
         raise Unsupported(
             f"strategy {rule.name} is synchronous: train again with the same seed, which gives the same bits; only "
             "asynchronous runs need a replay"
         )
-    if strategy is None and is_own(spec.rule):
+    if spec is not None and strategy is None and is_own(spec.rule):
         raise BadInput(
             f"the run's server has the rule {spec.rule}, which is code: name it, if you trust it, by strategy={named!r} (--strategy)"
         )
-    list_rule(spec)
+    if spec is not None:
+        list_rule(spec)
     workers, info = settings["workers"], result["info"]
     if sum(event.type == "start" for event in event_log.read(folder / event_log.FILE)) > 1:
         raise Unsupported(f"the run in {folder} was resumed, and only a run of one launch can be replayed")
@@ -127,7 +128,7 @@ def replay(
         partition=settings.get("partition", "none"),
     )
     plan = replace(plan, keep=keep_of(settings["keep"], plan.task))
-    sharded = make_stores(spec, workers=workers, shards=settings["servers"])
+    sharded = [] if spec is None else make_stores(spec, workers=workers, shards=settings["servers"])
     stores = Stores(spec, sharded, journal, Timeline(), ordered=rule.leasing() is not None)
     parameters = _run(plan, stores, workers, info["threads"], progress).states[0][0]
     saved = checkpoints.load_tensors(folder / FINAL)
@@ -160,8 +161,8 @@ def _run(plan: WorkerPlan, stores: Stores, workers: int, threads: int, progress:
         worker = Worker(
             rank=rank,
             size=workers,
-            group=SimGroup(rendezvous, rank),
-            server=ReplayServer(stores, rank),
+            group=ReplayGroup(rendezvous, stores, rank),
+            server=None if stores.spec is None else ReplayServer(stores, rank),
             driver=ReplayClient(stores.journal, rank, count),
             threads=threads,
             shares_process=True,

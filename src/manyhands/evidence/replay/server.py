@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
+from manyhands.comm.mailbox import Mailbox
 from manyhands.data.leases import End, Lease, Segment
+from manyhands.engines.sim.group import SimGroup
+from manyhands.engines.sim.rendezvous import SimRendezvous
 from manyhands.engines.sim.timeline import Future, Timeline
 from manyhands.engines.single_process import running_threads
 from manyhands.events import Event
@@ -41,6 +44,7 @@ class Record:
     pulls: deque[Versions] = field(default_factory=deque)
     pushes: deque[Versions | None] = field(default_factory=deque)  # none: the push was dropped
     behind: deque[int] = field(default_factory=deque)  # of pushes that a quorum dropped
+    taken: deque[list[int]] = field(default_factory=deque)  # messages of each worker, after each look into the mailbox
 
 
 class ReplayJournal:
@@ -62,6 +66,7 @@ class ReplayJournal:
             record.pulls += pulls
             record.pushes += values.get("pushes", [])
             record.behind += values.get("behind", [])
+            record.taken += values.get("taken", [])
             self.pulls.update((shard, version) for pull in pulls for shard, version in enumerate(pull))
 
     def lease(self, rank: int, segment: Segment) -> Lease | End:
@@ -95,13 +100,15 @@ class ReplayClient(SoloDriverClient):
 
 
 class Stores:
-    """The shards, and the answers that they hold back for workers."""
+    """The shards, and the answers that they hold back for workers; and what workers have posted to one another."""
 
     def __init__(
-        self, spec: ServerSpec, stores: list[Store], journal: ReplayJournal, timeline: Timeline, ordered: bool
+        self, spec: ServerSpec | None, stores: list[Store], journal: ReplayJournal, timeline: Timeline, ordered: bool
     ) -> None:
-        """ordered: pulls and pushes wait for the version that the journal says; else the rule's own rounds make the order."""
+        """spec: None without shards. ordered: pulls and pushes wait for the version that the journal says; else the rule's
+        own rounds make the order."""
         self.spec, self.stores = spec, stores
+        self.posted: list[list[Tensor]] = [[] for _ in journal.records]  # by worker
         self.journal, self.timeline, self.ordered = journal, timeline, ordered
         self.answers: dict[tuple[int, int], Reply] = {}  # (shard, worker)
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
@@ -138,6 +145,7 @@ class ReplayServer(StoreClient):
     """One worker's."""
 
     def __init__(self, stores: Stores, rank: int) -> None:
+        assert stores.spec is not None
         super().__init__(stores.spec, stores.stores, rank)
         self._all, self._record = stores, stores.journal.records[rank]
         self._is_due: IsDue = _always  # whether a shard's turn for the next call has come
@@ -224,6 +232,46 @@ class ReplayServer(StoreClient):
             self._all.wake()
             answers[number][shard] = self._all.answer(shard, self._worker) if answer is HELD else answer
         return answers
+
+
+class ReplayGroup(SimGroup):
+    """One worker's group; its mailbox gives what the journal says."""
+
+    def __init__(self, meeting: SimRendezvous, stores: Stores, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self._all = stores
+
+    @override
+    def open_mailbox(self, longest: int) -> ReplayMailbox:
+        return ReplayMailbox(self, self._all)
+
+
+class ReplayMailbox(Mailbox):
+    """A look into it takes what it took in the run, and waits until that is posted."""
+
+    def __init__(self, group: ReplayGroup, stores: Stores) -> None:
+        super().__init__(group)
+        self._all, self._record = stores, stores.journal.records[group.rank]
+
+    @override
+    def take(self, until: Sequence[int] | None = None) -> list[list[Tensor]]:
+        return super().take(self._record.taken.popleft() if until is None else until)
+
+    @override
+    def _send(self, payload: Tensor) -> None:
+        self._all.posted[self.rank].append(payload.clone())
+        self._all.wake()
+
+    @override
+    def _collect(self) -> None:
+        pass
+
+    @override
+    def _wait_for(self, peer: int, count: int) -> float:
+        posted, wanted = self._all.posted[peer], self.taken[peer] + count
+        self._all.wait_for(lambda: len(posted) >= wanted)
+        self._inbox[peer].extend(posted[self.taken[peer] + len(self._inbox[peer]) : wanted])
+        return 0.0
 
 
 def _always(shard: int) -> bool:

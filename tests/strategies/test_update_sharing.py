@@ -1,0 +1,181 @@
+"""Update sharing: nothing is lost, every update counts once on every worker, and the threshold follows the density."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Hand, hands, quadratic, slope
+from torch import Tensor
+
+import manyhands as mh
+import plain
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, ManyhandsError
+from manyhands.replica.replica import Replica
+from manyhands.strategies import strategy_of
+from manyhands.strategies.update_sharing import UpdateSharing, UpdateSharingState
+
+WIDE = [1.0, 3.0, 0.5, 2.0, 0.1, 0.01]
+"""Curvatures: steps of very different lengths."""
+
+
+class Counting(UpdateSharing):
+    """Also adds up every step that the optimizer takes."""
+
+    def _update_of(self, replica: Replica, state: UpdateSharingState) -> Tensor:
+        assert state.connection is not None
+        step = replica.parameters.joined() - state.connection.before.joined()
+        replica.steps = getattr(replica, "steps", torch.zeros_like(step)) + step  # type: ignore[attr-defined]
+        return super()._update_of(replica, state)
+
+
+def trained(hand: Hand) -> dict[str, Tensor]:
+    """Thirty steps, a meeting, and the end."""
+    for _ in range(30):
+        hand.tick()
+    hand.replica.last = False
+    hand.worker.group.barrier()
+    hand.finish()
+    met = {"x": hand.x.clone(), "residual": hand.replica.named(hand.state.residual)["w"].clone()}
+    hand.replica.last = True
+    hand.finish()
+    steps: Tensor = hand.replica.steps  # type: ignore[attr-defined]
+    return {**met, "end": hand.x.clone(), "left": hand.state.residual, "steps": hand.replica.named(steps)["w"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"bound": 0}, {"density": 0.5}, {"density": None, "tau": 0.01}])
+def test_all_updates_and_residuals_are_all_steps(options: dict[str, Any]) -> None:
+    losses = [quadratic(WIDE, [1.0 + rank] * 6) for rank in range(4)]
+    found = hands(Counting(**options), losses, trained, start=[0.0] * 6, rate=0.02)
+    steps, residuals = (sum(one[name] for one in found) for name in ("steps", "residual"))
+    assert residuals.abs().max() > 1e-4
+    for one in found:
+        assert (one["x"] + residuals - steps).abs().max() <= 1e-12
+        assert (one["end"] - steps).abs().max() <= 1e-12
+        assert not one["left"].any()
+        assert torch.equal(one["end"], found[0]["end"])
+
+
+def test_two_workers_in_step_by_hand() -> None:
+    """Steps of 0.1·3 and 0.1·(-1); above 0.25 plus or minus 0.25 is sent. Both apply both."""
+
+    def program(hand: Hand) -> list[list[float]]:
+        seen = []
+        for _ in range(3):
+            hand.tick()
+            seen.append([float(hand.x), float(hand.replica.named(hand.state.residual)["w"])])
+        return seen
+
+    strategy = UpdateSharing(bound=0, tau=0.25, density=None)
+    first, second = hands(strategy, [slope(-3.0), slope(1.0)], program)
+    assert first == [[pytest.approx(x), pytest.approx(r)] for x, r in ((0.25, 0.05), (0.5, 0.1), (0.5, 0.15))]
+    assert second == [[pytest.approx(x), pytest.approx(r)] for x, r in ((0.25, -0.1), (0.5, -0.2), (0.5, -0.05))]
+
+
+def test_the_threshold_follows_the_density() -> None:
+    """Steps of the same lengths again and again: messages have 1 value of 20, whatever the first threshold was."""
+    n = 200
+    slopes = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return (model.w * slopes).sum()
+
+    def program(hand: Hand) -> float:
+        for _ in range(400):
+            hand.tick()
+        before = hand.state.connection.mailbox.taken[1 - hand.worker.rank]
+        counts = []
+        taken = hand.state.connection.mailbox.take
+
+        def counting(until: Any = None) -> Any:
+            came = taken(until)
+            counts.extend(((len(message) - 16) // 4) for messages in came for message in messages)
+            return came
+
+        hand.state.connection.mailbox.take = counting
+        for _ in range(400):
+            hand.tick()
+        assert before == 400
+        return sum(counts) / len(counts)
+
+    for tau in (1e-6, 3.0):
+        share = hands(UpdateSharing(bound=0, density=0.03, tau=tau), [loss] * 2, program, start=[0.0] * n)[0] / n
+        assert share == pytest.approx(0.03, rel=0.25)
+
+
+def test_one_worker_quantises_nothing() -> None:
+    def program(hand: Hand) -> Tensor:
+        for _ in range(5):
+            hand.tick()
+        hand.finish()
+        return hand.x
+
+    alone, plain_loop = (
+        hands(spec, [quadratic(WIDE)], program, start=[1.0] * 6)[0] for spec in ("update-sharing", "solo")
+    )
+    assert torch.equal(alone, plain_loop)
+
+
+def test_a_step_that_is_not_finite_is_no_update() -> None:
+    def program(hand: Hand) -> None:
+        hand.replica.optimizer.param_groups[0]["lr"] = 1e308
+        hand.tick()
+
+    with pytest.raises(ManyhandsError, match="not finite, and no threshold can send that: lower the rate"):
+        hands("update-sharing:bound=0", [slope(1e9)] * 2, program)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("update-sharing:density=0", "density must be a number above 0 and at most 1"),
+        ("update-sharing:density=1.5", "density must be a number above 0 and at most 1"),
+        ("update-sharing:tau=0", "tau must be a number above 0"),
+        ("update-sharing:density=none", "give tau, such as tau=0.001"),
+        ("update-sharing:bound=2", "use downpour:bound=2"),
+        ("update-sharing:bound=0,warmup=3", "bound=0 keeps all in step"),
+    ],
+)
+def test_options_that_cannot_be(spec: str, problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
+        strategy_of(spec)
+
+
+def test_workers_may_not_be_lost(local: Local) -> None:
+    with pytest.raises(BadInput, match="some have applied and others have not"):
+        mh.train(plain.task(), engine=local, workers=2, strategy="update-sharing", survive="max_losses=1")
+
+
+@pytest.mark.parametrize("engine", ["local", "sim"])
+def test_each_row_once_on_real_and_on_simulated_workers(local: Local, engine: str) -> None:
+    used = local if engine == "local" else "sim:network=lan"
+    run = mh.train(plain.task(epochs=2), engine=used, workers=3, strategy="update-sharing")
+    assert run.rows["total"] == 2 * run.info["rows"]
+    steps = sum(run.staleness.values())
+    assert steps == 3 * 2 * run.info["ticks_per_epoch"]
+    assert run.ledger["post"]["messages"] >= 2 * steps  # each to two others; and the residuals at the end
+
+
+def test_resumed_by_another_number_of_workers_nothing_is_lost() -> None:
+    """What three have yet to send is what two have yet to send."""
+    written = [UpdateSharingState(residual=torch.tensor([rank, -1.0]), tau=0.1 * rank) for rank in range(3)]
+    own = [UpdateSharingState(residual=torch.zeros(2), connection=object()) for _ in range(2)]  # type: ignore[arg-type]
+    merged = [state.merge(written, rank, 2) for rank, state in enumerate(own)]
+    assert sum(one.residual for one in merged).tolist() == [3.0, -3.0]
+    assert [one.tau for one in merged] == [0.2, 0.2]
+    assert all(one.connection is before.connection for one, before in zip(merged, own, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_run_goes_on_from_its_checkpoint(local: Local, tmp_path: Path, workers: int) -> None:
+    """With as many workers as before, and with others."""
+    options = {"engine": local, "strategy": "update-sharing:bound=0,density=0.05", "checkpoint_every": 2}
+    whole = mh.train(plain.task(epochs=3), workers=2, run_dir=tmp_path / "whole", **options)
+    mh.train(plain.task(epochs=1), workers=2, run_dir=tmp_path / "part", **options)
+    run = mh.train(plain.task(epochs=3), workers=workers, run_dir=tmp_path / "part", resume=True, **options)
+    assert run.rows["total"] == whole.rows["total"]
+    assert run.metrics.keys() == whole.metrics.keys()
