@@ -36,7 +36,7 @@ from manyhands.worker import Worker
 WORKERS, GOAL = 2, 1.05
 STRATEGIES = (
     *("allreduce", "allreduce:overlap=true", "local-sgd:period=4", "gossip", "diloco:period=4", "quorum"),
-    *("downpour:bound=0", "downpour", "agn", "dynsgd", "easgd", "hogwild"),
+    *("downpour:bound=0", "downpour", "agn", "dynsgd", "easgd", "update-sharing", "hogwild"),
 )
 MODELS = {"mlp": ("MLP 0.67 M", 300), "cnn": ("CNN 1.2 M", 40), "transformer": ("transformer 0.8 M", 40)}
 """{name: (of benchmarks/step.py, global batches of a launch)}"""

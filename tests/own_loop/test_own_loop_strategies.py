@@ -34,6 +34,7 @@ IN_STEP = [
     "diloco:period=4,streaming=2,overlap=1",
     "easgd:via=group,period=2",
     "eamsgd:via=group,period=2",
+    "update-sharing:bound=0",
 ]
 AT_A_SERVER = [
     "quorum",

@@ -85,8 +85,8 @@ class UpdateSharing(Strategy):
 
     Deviations: the threshold follows `density`, where the paper's is fixed; Deeplearning4j's follows a share of values,
     too. Residuals are not clipped, as Deeplearning4j clips them, which loses what is clipped. Any optimizer instead of
-    plain SGD, momentum and moments being each worker's own. At the end of the run (in a loop of one's own: of each pass
-    over the loader) what is in the residuals is shared as it is: nothing is lost. Where all meet each takes over
+    plain SGD, momentum and moments being each worker's own. At the end of an epoch what is in the residuals is shared as
+    it is, so that the answer has all its rows. Where all meet each takes over
     worker 0's parameters, which are equal to its own but for rounding. With one worker nothing is quantised.
     """
 
@@ -169,11 +169,10 @@ class UpdateSharing(Strategy):
     @override
     def finish(self, replica: Replica, worker: Worker, state: UpdateSharingState) -> None:
         self.settle(replica, worker, state)
-        if replica.last:
-            worker.mesh.data.all_reduce_(state.residual)
-            if bool(state.residual.any()):
-                joined = replica.parameters.joined()
-                replica.parameters.take_joined_(joined.add_(state.residual))
+        worker.mesh.data.all_reduce_(state.residual)
+        if bool(state.residual.any()):
+            joined = replica.parameters.joined()
+            replica.parameters.take_joined_(joined.add_(state.residual))
             state.residual.zero_()
 
     @override
