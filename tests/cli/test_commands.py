@@ -241,6 +241,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "threads_per_worker": None,
         "timeout_s": 300.0,
         "roles": None,
+        "replaces_gloo": False,
         "tensorboard": None,
         "max_restarts": 0,
     }
@@ -407,6 +408,10 @@ def test_roles_of_another_frameworks_cluster(
         (["--roles", "ps=1,ps=2"], "each role once"),
         (["--roles", "worker=2", "-n", "2"], "--workers 2 and --roles worker=2 both give"),
         (["--roles", "boss=1"], "no role 'boss'; choose from chief, ps, evaluator"),
+        (["--as", "distributed", "--roles", "worker=2"], "both say whose program this is"),
+        (["--as", "loop"], "--as must be distributed"),
+        (["--as", "distributed", "--strategy", "downpour"], "averages for itself: leave --strategy"),
+        (["--as", "distributed", "--servers", "1"], "averages for itself: leave --strategy and --servers out"),
         (["--until", "chief"], "add --roles worker=2"),
         (["--engine", "hosts"], "add --roles worker=2"),
         (["--tensorboard", "logs"], "add --roles worker=2"),

@@ -249,6 +249,7 @@ def run(
     engine: options.ScriptEngine = "local",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
+    runs_as: options.RunsAs = None,
     roles: options.ScriptRoles = None,
     until: options.Until = None,
     tensorboard: options.ScriptTensorBoard = None,
@@ -259,6 +260,11 @@ def run(
 
     [bold]manyhands run -n 4 train.py[/bold]
     [bold]manyhands run -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
+
+    With --as distributed it is a program that torchrun would start; where it
+    asks for gloo, or for no backend by name, it gets manyhands:
+
+    [bold]manyhands run --as distributed -n 4 ddp.py[/bold]
 
     With --roles it is another framework's own program (TensorFlow,
     torch.distributed, JAX), which finds its cluster in the environment:
@@ -272,7 +278,12 @@ def run(
             f"manyhands run {behind} {script} ...",
             err=True,
         )
-    cast = options.cast_of(roles, workers, until, tensorboard, engine)
+    cast = options.cast_of(roles, workers, until, tensorboard, engine, runs_as)
+    if runs_as is not None and (strategy != "allreduce" or servers is not None):
+        raise BadInput(
+            f"--as {runs_as} runs a program that averages for itself: leave --strategy and --servers out, or give a plain "
+            "loop over mh.prepare, and leave --as out"
+        )
     workers = workers if cast is None else len(cast.members)
     with _started(engine, workers) as place:
         from manyhands.own_loop.launch import run_script
@@ -287,6 +298,7 @@ def run(
             threads_per_worker=threads_per_worker,
             timeout_s=timeout,
             roles=cast,
+            replaces_gloo=runs_as is not None,
             tensorboard=None if tensorboard is None else str(tensorboard),
             max_restarts=max_restarts or 0,
         )

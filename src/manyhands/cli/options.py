@@ -120,6 +120,13 @@ ScriptStrategy = Annotated[str, _strategy(envvar="MANYHANDS_STRATEGY")]
 ScriptRoles = Annotated[
     str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")
 ]
+DISTRIBUTED = "distributed"
+RunsAs = Annotated[
+    str | None,
+    _frameworks(
+        "--as", help="distributed: a program for torchrun; where it asks for gloo it gets the backend manyhands."
+    ),
+]
 Until = Annotated[
     str | None, _frameworks("--until", help="The run ends when these roles have returned; default: chief,worker.")
 ]
@@ -322,9 +329,20 @@ def survival_of(
 
 
 def cast_of(
-    roles: str | None, workers: int | None, until: str | None, tensorboard: Path | None, engine: str
+    roles: str | None,
+    workers: int | None,
+    until: str | None,
+    tensorboard: Path | None,
+    engine: str,
+    runs_as: str | None = None,
 ) -> Roles | None:
-    """What --roles, --until and --workers say of another framework's cluster; None: there is none."""
+    """What --roles, --until, --as and --workers say of another framework's cluster; None: there is none."""
+    if runs_as is not None and roles is not None:
+        raise BadInput(f"--as {runs_as} and --roles both say whose program this is: leave one of them out")
+    if runs_as is not None and runs_as != DISTRIBUTED:
+        raise BadInput(f"--as must be {DISTRIBUTED}, for a program that torchrun would start; not {runs_as!r}")
+    if runs_as is not None:
+        return Roles(workers=workers or 1, others={})
     if roles is None:
         if until is not None or tensorboard is not None or engine != "local":
             raise BadInput(

@@ -89,6 +89,7 @@ def run_script(
     threads_per_worker: int | None = None,
     timeout_s: float = 300.0,
     roles: Roles | None = None,
+    replaces_gloo: bool = False,
     tensorboard: str | None = None,
     max_restarts: int = 0,
 ) -> int:
@@ -96,7 +97,8 @@ def run_script(
 
     Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With
     roles the processes are another framework's own cluster, as of `Engine.run`: those set how many there are, all of
-    them print, and no strategy is set. SIGTERM reaches the script on every worker, as it would reach `python path`;
+    them print, and no strategy is set; replaces_gloo: where they ask torch.distributed for gloo, or for none by name,
+    they get the backend manyhands. SIGTERM reaches the script on every worker, as it would reach `python path`;
     `train()` inside then checkpoints. max_restarts: so often the script is run again where a worker is lost or
     raises; the variable MANYHANDS_RESTART_COUNT says to it how often that was, and `train(survive="max_restarts=…")`
     inside then goes on from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on
@@ -126,7 +128,11 @@ def run_script(
                     if roles is None:
                         place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
                     else:
-                        run(place, Member(_as_main_of, program, roles, tensorboard), spec)
+                        run(
+                            place,
+                            Member(_as_distributed_of if replaces_gloo else _as_main_of, program, roles, tensorboard),
+                            spec,
+                        )
                     break
                 except WorkerFailed as error:
                     _run_again(error, restarts, observer)
@@ -240,6 +246,15 @@ class _Call:
 
 
 def _as_main_of(cluster: Cluster, *program: Any) -> None:
+    _as_main(*program)
+
+
+def _as_distributed_of(cluster: Cluster, *program: Any) -> None:
+    import manyhands_backend
+
+    os.environ[manyhands_backend.VARIABLE] = "replace"  # for processes that the program starts
+    manyhands_backend.register()
+    manyhands_backend.replace_gloo()
     _as_main(*program)
 
 

@@ -74,7 +74,7 @@ class UpdateSharing(Strategy):
 
     1. Compute the gradient at the worker's own parameters x, and let its own optimizer take a step u, which is undone:
        the residual r takes it over, r += u.
-    2. Where |r| is above the threshold, the update q is plus or minus the threshold, elsewhere 0. r -= q, x += q.
+    2. The update q is plus or minus the threshold where |r| is above it, and 0 elsewhere; r -= q, x += q.
     3. Post q to all other workers, and go on.
     4. Add the updates of others that have come since the last step to x.
 
@@ -94,7 +94,8 @@ class UpdateSharing(Strategy):
     """The share of values that a message is to have: the threshold follows it. No message takes more than 1.6 bits a
     number; below 0.05 it takes less. Lower it where the link is slow; `none` keeps the first threshold."""
     tau: float | None = None
-    """The first threshold, in the units of parameters; `none` is the one that gives the first message `density`."""
+    """The first threshold, in the units of parameters; `none`: half of what `density` of the first step's values exceed.
+    Give one to repeat a paper's, with density=none."""
     bound: int | None = None
     """`0` keeps all in step: every worker applies the same updates in the same order. `none` does not wait."""
     warmup: int = 0

@@ -68,11 +68,14 @@ def start_server(spec: ServerSpec, topology: Topology, meet: Meet) -> tuple[Serv
     return ServedServer(spec, channels, hosts=topology.host_names), held
 
 
-def network_of(topology: Topology, meet: Meet) -> Network:
-    """For connections of these workers' own between hosts; a collective. BadInput where a host is without credentials."""
+def network_of(topology: Topology, meet: Meet, meeting_point: tuple[str, int] | None = None) -> Network:
+    """For connections of these workers' own between hosts; a collective. BadInput where a host is without credentials.
+
+    meeting_point: (host, port) that all hosts reach; None: the launcher's.
+    """
     credentials = _credentials("an exchange of messages", topology, meet)
     hosts, names = [list(ranks) for ranks in topology.hosts], list(topology.names)
-    return Network(hosts=hosts, names=names, listen=_address_here(), secret=Secret(credentials))
+    return Network(hosts=hosts, names=names, listen=_address_here(meeting_point), secret=Secret(credentials))
 
 
 def _credentials(what: str, topology: Topology, meet: Meet) -> Credentials | None:
@@ -137,9 +140,9 @@ def _name_of(shard: int, topology: Topology) -> str:
     return f"server shard {shard} on {topology.names[shard]}"
 
 
-def _address_here() -> str:
-    """This host's address on the way to the launcher's meeting point, where the other hosts are."""
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+def _address_here(meeting_point: tuple[str, int] | None = None) -> str:
+    """This host's address on the way to the meeting point, where the other hosts are."""
+    host, port = meeting_point or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # nothing is sent

@@ -1,0 +1,276 @@
+"""The backend `manyhands` and gloo pass the same suite; and what programs that use torch.distributed get of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Outcome, forked, values
+from torch import Tensor, nn
+
+import manyhands_backend
+from manyhands.errors import PeerLost
+from manyhands.testing.backend_suite import BACKEND_SUITE, all_numbers, numbers
+
+BACKENDS = ["gloo", "manyhands"]
+
+
+def on_backend(
+    name: str, size: int, program: Callable[[], Any], folder: Path, *, deadline_s: float = 60
+) -> list[Outcome]:
+    """What `program` gives in `size` processes, in each of which this is the default process group."""
+    store = str(folder / f"store-{time.monotonic_ns()}")
+    manyhands_backend.register()
+
+    def run(rank: int) -> Any:
+        dist.init_process_group(name, store=dist.FileStore(store, size), rank=rank, world_size=size)
+        try:
+            return program()
+        finally:
+            dist.destroy_process_group()
+
+    return forked(size, run, deadline_s)
+
+
+def conformance(group: Any) -> int:
+    for check in BACKEND_SUITE.values():
+        check(group)
+    return len(BACKEND_SUITE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_conformance(name: str, size: int, tmp_path: Path) -> None:
+    found = on_backend(name, size, lambda: conformance(dist.group.WORLD), tmp_path)
+    assert values(found) == [len(BACKEND_SUITE)] * size
+
+
+def _in_a_part() -> int | None:
+    group = dist.new_group([0, 2])
+    return None if dist.get_rank() == 1 else conformance(group)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_conformance_of_a_part(name: str, tmp_path: Path) -> None:
+    assert values(on_backend(name, 3, _in_a_part, tmp_path)) == [len(BACKEND_SUITE), None, len(BACKEND_SUITE)]
+
+
+def _strided() -> list[list[float]]:
+    """Tensors with gaps, which gloo does not take: in ours the gaps stay what they are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.stack([numbers(rank), torch.full((3, 4), 5.0)], dim=-1)
+    dist.all_reduce(whole[..., 0])
+    torch.testing.assert_close(whole[..., 0], all_numbers(dist.group.WORLD).sum(0))
+    dist.all_reduce(whole[..., 0], dist.ReduceOp.AVG)
+    dist.broadcast(whole[:, 1:3, 1], 1)
+    assert bool((whole[..., 1] == 5).all())
+    rows = [torch.zeros(4, 3).t() for _ in range(size)]
+    dist.all_gather(rows, numbers(rank))
+    assert torch.equal(torch.stack(rows), all_numbers(dist.group.WORLD))
+    return [row.tolist() for row in rows]
+
+
+def test_tensors_with_gaps_are_reduced_where_they_lie(tmp_path: Path) -> None:
+    first, second = values(on_backend("manyhands", 2, _strided, tmp_path))
+    assert first == second
+
+
+# -- programs that were written for torch.distributed ------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def flat(parameters: Any) -> Tensor:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+    return torch.cat([p.detach().reshape(-1) for p in whole])
+
+
+def ddp() -> Tensor:
+    model = nn.parallel.DistributedDataParallel(mlp())
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return flat(model.parameters())
+
+
+def zero_redundancy() -> Tensor:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(mlp())
+    trained(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+    return flat(model.parameters())
+
+
+def fully_sharded() -> Tensor:
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    trained(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    return flat(model.parameters())
+
+
+def tensor_parallel() -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(6, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return flat(model.parameters())
+
+
+def pipelined() -> Tensor:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(size)]
+    stage = PipelineStage(parts[rank], rank, size, torch.device("cpu"))
+    optimizer = torch.optim.SGD(parts[rank].parameters(), lr=0.1)
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == size - 1:
+            schedule.step(target=x, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+    return flat(parts[rank].parameters())
+
+
+def checkpointed() -> Tensor:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+
+    models = [fully_shard(mlp()), fully_shard(mlp())]
+    trained(models[0], torch.optim.SGD(models[0].parameters(), lr=0.1))
+    where = os.environ["DCP"]
+    dcp.save({"model": models[0].state_dict()}, checkpoint_id=where)
+    state = {"model": models[1].state_dict()}
+    dcp.load(state, checkpoint_id=where)
+    models[1].load_state_dict(state["model"])
+    assert torch.equal(flat(models[0].parameters()), flat(models[1].parameters()))
+    return flat(models[1].parameters())
+
+
+PROGRAMS = [ddp, zero_redundancy, fully_sharded, tensor_parallel, pipelined, checkpointed]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, marks=() if p is ddp else pytest.mark.slow, id=p.__name__) for p in PROGRAMS]
+)
+def test_a_program_ends_with_gloos_parameters(
+    program: Callable[[], Tensor], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for name in BACKENDS:
+        monkeypatch.setenv("DCP", str(tmp_path / name))
+        found[name] = values(on_backend(name, size, program, tmp_path))
+    for ours, theirs in zip(found["manyhands"], found["gloo"], strict=True):
+        if size == 2:
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+# -- what goes through, and what is lost -------------------------------------------------------------------------------
+
+
+def _through(calls: int) -> int:
+    """Alternating with ours, and from two threads at once, as DDP's hooks and a script do."""
+    ours, theirs = torch.ones(4), torch.ones(4, dtype=torch.complex64)
+    for call in range(calls):
+        dist.all_reduce(theirs)
+        theirs.fill_(1)
+        if call % 10 == 0:
+            dist.all_reduce(ours, dist.ReduceOp.AVG)
+    return int(ours.sum())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_many_calls_that_go_through_do_not_hang(tmp_path: Path) -> None:
+    assert values(on_backend("manyhands", 2, lambda: _through(20_000), tmp_path)) == [4, 4]
+
+
+def _killed() -> tuple[PeerLost, float] | None:
+    tensor = torch.ones(1000)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerLost) as error:
+        dist.all_reduce(tensor)
+    return error.value, time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    outcomes = on_backend("manyhands", 3, _killed, tmp_path)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].text
+        error, seconds = outcomes[rank].value
+        assert error.rank == 1
+        assert seconds < 1
+
+
+def _in_backward() -> PeerLost | None:
+    model = nn.parallel.DistributedDataParallel(mlp())
+    model(batch(0)).square().mean().backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as error:
+        model(batch(1)).square().mean().backward()
+    return error.value
+
+
+def test_a_rank_that_is_lost_ends_the_others_backward(tmp_path: Path) -> None:
+    first, _ = on_backend("manyhands", 2, _in_backward, tmp_path)
+    assert first.error is None, first.text
+    assert first.value.rank == 1
+
+
+def _ended() -> list[str]:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+    dist.destroy_process_group()
+    left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to destroy
+    return [name for name in left if "gloo" in name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_destroyed_group_leaves_no_thread(tmp_path: Path) -> None:
+    assert values(on_backend("manyhands", 2, _ended, tmp_path)) == [[], []]
