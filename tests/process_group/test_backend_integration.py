@@ -89,7 +89,7 @@ def test_tensors_with_gaps_are_reduced_where_they_lie(tmp_path: Path) -> None:
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
 
 
 def batch(step: int) -> Tensor:

@@ -30,7 +30,9 @@ from manyhands.transport.frame import DTYPES
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PLAIN = "MANYHANDS_PLAIN_NETWORK"
 """The variable that allows gloo between hosts, where nothing of its traffic is authenticated or encrypted."""
-_ADDED = tuple(dtype for dtype in DTYPES if dtype != torch.bool and not dtype.is_complex)
+_CARRIED = frozenset(DTYPES)
+_AVERAGED = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
+_ADDED = frozenset(dtype for dtype in DTYPES if dtype != torch.bool and not dtype.is_complex)
 
 
 @has_old_and_new_names
@@ -65,10 +67,9 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
         def reduce() -> None:
             for tensor in tensors:
+                self._group.all_reduce_(tensor)
                 if how == AVG:
-                    self._group.mean_(tensor)
-                else:
-                    self._group.all_reduce_(tensor)
+                    tensor.div_(self._members)
 
         return self._run(tensors, reduce)
 
@@ -132,8 +133,12 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
     def _run(self, tensors: list[Tensor], action: Callable[[], object]) -> dist.Work:
         """Do it now; what comes back is over."""
-        with self._lock, torch.no_grad():
-            action()
+        with self._lock:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    action()
+            else:  # as in a backward
+                action()
         future: Future[Any] = Future()
         future.set_result(tensors)
         work: dist.Work = _create_work_from_future(future)
@@ -141,14 +146,11 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
     def _moves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are tensors that our groups carry."""
-        return all(
-            tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.dtype in DTYPES
-            for tensor in tensors
-        )
+        return all(t.is_cpu and t.layout == torch.strided and t.dtype in _CARRIED for t in tensors)
 
     def _adds(self, op: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether our groups reduce them by this operation."""
-        known = _ADDED if op == SUM else tuple(dtype for dtype in _ADDED if dtype.is_floating_point and op == AVG)
+        known = _ADDED if op == SUM else _AVERAGED if op == AVG else frozenset()
         return self._moves(tensors) and all(tensor.dtype in known for tensor in tensors)
 
     # -- what goes through -------------------------------------------------------------------------------------------

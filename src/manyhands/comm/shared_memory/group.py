@@ -48,6 +48,8 @@ from manyhands.errors import Unsupported
 __all__ = ["Arena", "SharedMemory", "SharedMemoryGroup", "create_arena", "create_table"]
 
 _ALIGNED = 64  # elements: ranks' slices of a mean begin on cache lines of their own
+_COPIED = 1 << 22  # bytes of a tensor from elsewhere that is copied into the arena to be added up
+_SIZES = 64  # of tensors whose places there are remembered
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -97,6 +99,8 @@ class SharedMemoryGroup(Group):
         self._lifelines = LivenessPipes(rank, lifelines)
         hosts, names = list(hosts) or ["localhost"] * size, list(names) or range(size)
         self._waiting = Waiting(self._board, self._lifelines, hosts, names, timeout_s)
+        self._copy: Tensor | None = None  # [_COPIED] uint8 in the arena, once it is needed
+        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}  # views of its start
         self._messages = DirectMessages(self._memory, self._board, self._waiting)
         self._rounds = CollectiveRounds(self, self._arena, self._memory, self._board, self._waiting)
 
@@ -116,7 +120,17 @@ class SharedMemoryGroup(Group):
     @override
     def all_reduce_(self, tensor: Tensor) -> None:
         check_sum(tensor)
-        self._complete("all_reduce_", tensor, partial(self._reduce, shares=None))
+        add = partial(self._reduce, shares=None)
+        if tensor.nbytes > _COPIED or tensor.device.type != "cpu" or self._arena.locate(tensor) >= 0:
+            self._complete("all_reduce_", tensor, add)
+            return
+        own = self._copies.get((tensor.numel(), tensor.dtype))  # two copies of this rank's own take less than staging
+        if own is None:
+            own = self._copied(tensor.numel(), tensor.dtype)
+        shaped, tensor = own.view(tensor.shape), tensor.detach()
+        shaped.copy_(tensor)
+        self._complete("all_reduce_", own, add)
+        tensor.copy_(shaped)
 
     @override
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -234,11 +248,23 @@ class SharedMemoryGroup(Group):
         self._rounds.close()
         self._board.close()
         self._memory.close()
+        self._copy = None
+        self._copies.clear()
         if not self._lent:
             self._arena.close()
         self._lifelines.close()
 
     # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _copied(self, n: int, dtype: torch.dtype) -> Tensor:
+        """[n] in the arena, for one operation at a time."""
+        self._waiting.check()
+        if self._copy is None:
+            self._copy = self._arena.allocate(_COPIED, torch.uint8)
+        if len(self._copies) == _SIZES:
+            self._copies.clear()
+        own = self._copies[n, dtype] = self._copy[: n * dtype.itemsize].view(dtype)
+        return own
 
     def _complete(
         self,
