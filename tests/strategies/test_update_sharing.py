@@ -26,8 +26,8 @@ class Counting(UpdateSharing):
     """Also adds up every step that the optimizer takes."""
 
     def _update_of(self, replica: Replica, state: UpdateSharingState) -> Tensor:
-        assert state.connection is not None
-        step = replica.parameters.joined() - state.connection.before.joined()
+        assert state.messaging is not None
+        step = replica.parameters.joined() - state.messaging.before.joined()
         replica.steps = getattr(replica, "steps", torch.zeros_like(step)) + step  # type: ignore[attr-defined]
         return super()._update_of(replica, state)
 
@@ -84,16 +84,16 @@ def test_the_threshold_follows_the_density() -> None:
     def program(hand: Hand) -> float:
         for _ in range(400):
             hand.tick()
-        before = hand.state.connection.mailbox.taken[1 - hand.worker.rank]
+        before = hand.state.messaging.mailbox.taken[1 - hand.worker.rank]
         counts = []
-        taken = hand.state.connection.mailbox.take
+        taken = hand.state.messaging.mailbox.take
 
         def counting(until: Any = None) -> Any:
             came = taken(until)
             counts.extend(((len(message) - 16) // 4) for messages in came for message in messages)
             return came
 
-        hand.state.connection.mailbox.take = counting
+        hand.state.messaging.mailbox.take = counting
         for _ in range(400):
             hand.tick()
         assert before == 400
@@ -160,11 +160,11 @@ def test_each_row_once_on_real_and_on_simulated_workers(local: Local, engine: st
 def test_resumed_by_another_number_of_workers_nothing_is_lost() -> None:
     """What three have yet to send is what two have yet to send."""
     written = [UpdateSharingState(residual=torch.tensor([rank, -1.0]), tau=0.1 * rank) for rank in range(3)]
-    own = [UpdateSharingState(residual=torch.zeros(2), connection=object()) for _ in range(2)]  # type: ignore[arg-type]
+    own = [UpdateSharingState(residual=torch.zeros(2), messaging=object()) for _ in range(2)]  # type: ignore[arg-type]
     merged = [state.merge(written, rank, 2) for rank, state in enumerate(own)]
     assert sum(one.residual for one in merged).tolist() == [3.0, -3.0]
     assert [one.tau for one in merged] == [0.2, 0.2]
-    assert all(one.connection is before.connection for one, before in zip(merged, own, strict=True))
+    assert all(one.messaging is before.messaging for one, before in zip(merged, own, strict=True))
 
 
 @pytest.mark.slow

@@ -8,12 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from manyhands.comm.group import Group
+
+class MailboxOwner(Protocol):
+    """What a mailbox needs of its `Group`."""
+
+    rank: int
+    size: int
+    ledger: Any  # Ledger
+    waited_s: float
+    step: int
 
 
 class Mailbox(ABC):
@@ -23,7 +30,7 @@ class Mailbox(ABC):
     silent for timeout_s. It is closed with the group, which counts what it sends ("post") and how long it waited.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MailboxOwner) -> None:
         self.rank, self.size, self.posted = group.rank, group.size, 0
         self.taken = [0] * group.size  # by rank, so many messages; none of this one's own
         self._group = group

@@ -111,8 +111,8 @@ def make_group(
 
     Shared memory within a host: `memory`, else the members swap their own. arena: this member's, where its vectors lie
     already. Between hosts rings over `network`, with shared memory inside each host. Where each member has a GPU of its
-    own, nccl. check: called while it connects, raises what ends that. reach: gives, in a collective, the network for what
-    torch.distributed has no way for: a mailbox. After an error `memory` is still the caller's.
+    own, nccl. check: called while it connects, raises what ends that. reach: gives, in a collective, the network for a
+    mailbox, for which torch.distributed has no way. After an error `memory` is still the caller's.
     Raises Unsupported for a part of what torch.distributed links, whose groups all ranks must make together, and
     PeerLost where another host's member cannot be connected.
     """

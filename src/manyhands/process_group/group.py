@@ -44,8 +44,8 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
     CPU are this library's. Everything else (other reductions, complex numbers, all-to-all, messages between two ranks)
     goes to gloo, and what is on a GPU to nccl. Those are made when they are first needed.
 
-    An operation is over when it returns, also with async_op=True: its work is done in the calling thread. A rank that is
-    gone, or silent for the timeout, raises PeerLost on all others.
+    An operation is over when it returns, also with async_op=True: its work is done in the calling thread. A rank that
+    is gone, or silent for the timeout, raises PeerLost on all others.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -26,7 +26,7 @@ _FOLLOWS = 0.1  # a message of twice the density moves the threshold by 2 to the
 
 
 @dataclass
-class Connection:
+class Messaging:
     """What a worker needs for its messages, and no checkpoint has."""
 
     mailbox: Mailbox
@@ -44,7 +44,7 @@ class UpdateSharingState(State):
     own: ClassVar[tuple[str, ...]] = ("residual", "tau")
     residual: Tensor  # [D'] joined
     tau: float = 0.0  # 0: no message was sent yet
-    connection: Connection | None = None
+    messaging: Messaging | None = None
 
     @override
     def merge(self, others: list[UpdateSharingState], rank: int, size: int) -> UpdateSharingState:
@@ -57,11 +57,11 @@ class UpdateSharingState(State):
 
     @override
     def drain_journal(self) -> dict[str, Any]:
-        connection = self.connection
-        if connection is None or not connection.taken:
+        messaging = self.messaging
+        if messaging is None or not messaging.taken:
             return {}
-        drained = {"taken": connection.taken, "staleness": connection.staleness}
-        connection.taken, connection.staleness = [], []
+        drained = {"taken": messaging.taken, "staleness": messaging.staleness}
+        messaging.taken, messaging.staleness = [], []
         return drained
 
 
@@ -85,17 +85,17 @@ class UpdateSharing(Strategy):
 
     Deviations: the threshold follows `density`, where the paper's is fixed; Deeplearning4j's follows a share of values,
     too. Residuals are not clipped, as Deeplearning4j clips them, which loses what is clipped. Any optimizer instead of
-    plain SGD, momentum and moments being each worker's own. At the end of an epoch what is in the residuals is shared as
-    it is, so that the answer has all its rows. Where all meet each takes over
-    worker 0's parameters, which are equal to its own but for rounding. With one worker nothing is quantised.
+    plain SGD, momentum and moments being each worker's own. At the end of an epoch what is in the residuals is shared
+    as it is, so that the answer has all its rows. Where all meet each takes over worker 0's parameters, which are equal
+    to its own but for rounding. With one worker nothing is quantised.
     """
 
     density: float | None = 0.1
     """The share of values that a message is to have: the threshold follows it. No message takes more than 1.6 bits a
     number; below 0.05 it takes less. Lower it where the link is slow; `none` keeps the first threshold."""
     tau: float | None = None
-    """The first threshold, in the units of parameters; `none`: half of what `density` of the first step's values exceed.
-    Give one to repeat a paper's, with density=none."""
+    """The first threshold, in the units of parameters; `none`: half of what `density` of the first step's values
+    exceed. Give one to repeat a paper's, with density=none."""
     bound: int | None = None
     """`0` keeps all in step: every worker applies the same updates in the same order. `none` does not wait."""
     warmup: int = 0
@@ -142,28 +142,28 @@ class UpdateSharing(Strategy):
     def synchronize(self, replica: Replica, worker: Worker, state: UpdateSharingState, change: Change) -> None:
         super().synchronize(replica, worker, state, change)
         mailbox = worker.mesh.data.open_mailbox(signs.longest(len(state.residual)))
-        state.connection = Connection(mailbox, replica.parameters.empty_like())
+        state.messaging = Messaging(mailbox, replica.parameters.empty_like())
 
     @override
     def exchange(self, replica: Replica, worker: Worker, state: UpdateSharingState) -> StepResult:
-        group, connection = worker.mesh.data, _connection_of(state)
+        group, messaging = worker.mesh.data, _messaging_of(state)
         in_step = self.bound == 0
         all_idle = in_step and not replica.sum_weights(group, replica.weight)  # the control bits travel with it
         if group.size == 1:
             applied = replica.apply()
         else:
-            connection.before.copy_(replica.parameters)
+            messaging.before.copy_(replica.parameters)
             applied = replica.apply()
             own = self._update_of(replica, state) if applied else signs.NOTHING
             if applied or (in_step and not all_idle):
                 group.encoded("threshold", len(state.residual), len(own))
-                connection.mailbox.post(own)
-            self._take(replica, worker, connection, own, in_step)
+                messaging.mailbox.post(own)
+            self._take(replica, worker, messaging, own, in_step)
         return StepResult(applied=applied, rows_left=replica.control.rows_left(worker, True) if in_step else True)
 
     @override
     def settle(self, replica: Replica, worker: Worker, state: UpdateSharingState) -> None:
-        mailbox = _connection_of(state).mailbox
+        mailbox = _messaging_of(state).mailbox
         _add(mailbox.take(_posted(worker, mailbox)), replica.parameters)
         replica.parameters.broadcast_(worker.mesh.data, 0)
 
@@ -179,7 +179,7 @@ class UpdateSharing(Strategy):
     @override
     def consensus(self, replica: Replica, worker: Worker, state: UpdateSharingState) -> FlatVector:
         """Worker 0's parameters with all that is on its way to it: a copy, the same on all ranks."""
-        mailbox, answer = _connection_of(state).mailbox, replica.parameters.clone()
+        mailbox, answer = _messaging_of(state).mailbox, replica.parameters.clone()
         _add(mailbox.peek(_posted(worker, mailbox)), answer)
         answer.broadcast_(worker.mesh.data, 0)
         return answer
@@ -188,7 +188,7 @@ class UpdateSharing(Strategy):
 
     def _update_of(self, replica: Replica, state: UpdateSharingState) -> Tensor:
         """The message of this step, which the residual loses; the parameters are as before the step."""
-        residual, before = state.residual, _connection_of(state).before
+        residual, before = state.residual, _messaging_of(state).before
         residual.add_(replica.parameters.joined()).sub_(before.joined())
         replica.parameters.copy_(before)
         if not bool(residual.sum().isfinite()) and not bool(residual.isfinite().all()):
@@ -212,13 +212,13 @@ class UpdateSharing(Strategy):
             return 0.0
         return float(moved.topk(max(1, round(self.density * len(moved)))).values[-1]) / 2
 
-    def _take(self, replica: Replica, worker: Worker, connection: Connection, own: Tensor, in_step: bool) -> None:
+    def _take(self, replica: Replica, worker: Worker, messaging: Messaging, own: Tensor, in_step: bool) -> None:
         """Add this step's own update, and those of others that are here, in rank order."""
-        mailbox, group = connection.mailbox, worker.mesh.data
+        mailbox, group = messaging.mailbox, worker.mesh.data
         came = mailbox.take([mailbox.posted] * group.size if in_step else None)
         if not in_step:
-            connection.taken.append(list(mailbox.taken))
-            connection.staleness.append(sum(map(len, came)))
+            messaging.taken.append(list(mailbox.taken))
+            messaging.staleness.append(sum(map(len, came)))
         came[group.rank] = [own]
         _add(came, replica.parameters)
         theirs = [message for rank, messages in enumerate(came) for message in messages if rank != group.rank]
@@ -227,9 +227,9 @@ class UpdateSharing(Strategy):
         replica.rounds += bool(theirs or len(own))
 
 
-def _connection_of(state: UpdateSharingState) -> Connection:
-    assert state.connection is not None, "synchronize comes first"
-    return state.connection
+def _messaging_of(state: UpdateSharingState) -> Messaging:
+    assert state.messaging is not None, "synchronize comes first"
+    return state.messaging
 
 
 def _posted(worker: Worker, mailbox: Mailbox) -> list[int]:

@@ -6,21 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.background import Background, Started
-from manyhands.comm.mailbox import Mailbox
+from manyhands.comm.mailbox import Mailbox, MailboxOwner
 from manyhands.errors import PeerLost
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
 from manyhands.transport.frame import Frame, FrameError
 from manyhands.transport.socket_io import close_in_forks
-
-if TYPE_CHECKING:
-    from manyhands.comm.group import Group
 
 POST = 7  # the kind of a frame; its tensor is the message
 _CLOSING_S = 5.0
@@ -34,7 +30,7 @@ class SocketMailbox(Mailbox):
 
     def __init__(
         self,
-        group: Group,
+        group: MailboxOwner,
         channels: Mapping[int, Channel],
         names: Sequence[int],
         hosts: Sequence[str],

@@ -10,20 +10,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.mailbox import Mailbox
+from manyhands.comm.mailbox import Mailbox, MailboxOwner
 from manyhands.comm.shared_memory.synchronisation import Waiting, fence
 from manyhands.comm.shared_memory.table import LINE
 from manyhands.errors import BadInput
 from manyhands.transport.frame import bytes_of
-
-if TYPE_CHECKING:
-    from manyhands.comm.group import Group
 
 WORD = 8
 POSTED = 0
@@ -43,7 +39,7 @@ def region_bytes(size: int, longest: int) -> int:
 class SharedMailbox(Mailbox):
     """regions: every rank's, uint8 [region_bytes], zeros at first."""
 
-    def __init__(self, group: Group, regions: Sequence[Tensor], longest: int, waiting: Waiting) -> None:
+    def __init__(self, group: MailboxOwner, regions: Sequence[Tensor], longest: int, waiting: Waiting) -> None:
         super().__init__(group)
         self._longest, self._length, self._waiting = longest, ring_bytes(longest), waiting
         counters = WORD * LINE * (1 + self.size)
