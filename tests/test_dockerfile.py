@@ -37,7 +37,7 @@ def test_what_it_copies_is_there_and_not_ignored() -> None:
 
 def test_the_wheel_is_made_of_what_it_copies(project: dict[str, Any]) -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = [project["readme"], *project["license-files"], "pyproject.toml", *build["packages"]]
+    needed = [project["readme"], *project["license-files"], "pyproject.toml", *build["only-include"]]
     assert [name for name in needed if not any(fnmatch(name, f"{one}*") for one in copied())] == []
 
 

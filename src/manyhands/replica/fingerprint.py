@@ -48,6 +48,7 @@ ROUNDING = 1e-4
 """Replicas nearer than this, as a share of their norm, differ by rounding: other vector units or libraries."""
 
 _ALWAYS = ("torch", "numpy")
+_BACKEND = "manyhands_backend"  # this library's own, beside the package
 _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
 
 
@@ -140,7 +141,7 @@ def _own_modules() -> Iterator[tuple[str, ModuleType]]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or "-packages/" in file:
             continue
-        if not any(file.startswith(f"{folder}/") for folder in libraries):
+        if name != _BACKEND and not any(file.startswith(f"{folder}/") for folder in libraries):
             yield name, module
 
 
