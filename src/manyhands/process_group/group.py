@@ -91,7 +91,7 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
             for one in ones
         )
         if not alike or not self._moves([*tensors, *(one for ones in into for one in ones)]):
-            return self._through("allgather", outputs, inputs, *(() if opts is None else (opts,)))
+            return self._through("allgather", outputs, inputs, opts)
 
         def gather() -> None:
             for ones, tensor in zip(into, tensors, strict=True):
@@ -156,10 +156,10 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
     # -- what goes through -------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return self._through("reduce_scatter", outputs, inputs, *(() if opts is None else (opts,)))
+        return self._through("reduce_scatter", outputs, inputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._through("allgather_coalesced", outputs, inputs, *(() if opts is None else (opts,)))
+        return self._through("allgather_coalesced", outputs, inputs, opts)
 
     def reduce(self, *arguments: Any) -> dist.Work:
         return self._through("reduce", *arguments)
@@ -189,7 +189,7 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
         self._backend("cpu").monitored_barrier(*arguments, **options)
 
     def _through(self, name: str, *arguments: Any) -> dist.Work:
-        """gloo's or nccl's own, of their object: by way of `super()` it may hang."""
+        """gloo's or nccl's own, of their object: by way of `super()` it may hang. An argument that is None is left out."""
         arguments = tuple(argument for argument in arguments if argument is not None)
         work: dist.Work = method_of(self._backend(_device_in(arguments)), name)(*arguments)
         return work
