@@ -232,7 +232,7 @@ def test_every_strategy_at_its_own_pace_goes_on(strategy: str, trial: Trial) -> 
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_row_out(trial: Trial) -> None:
     """Stopped after a loss, and resumed with another number of workers."""
-    fault = "kill=1@step:2"
+    fault = "kill=1@step:0"
     of = task(max_steps=7)
     first = trial.train(of=of, faults=fault, strategy=COUNTED["each step"], run_dir=trial.run_dir)
     fired(first, fault)
