@@ -101,6 +101,13 @@ def bits_of(blob: bytes | bytearray | memoryview) -> int:
     return int.from_bytes(blob, "little")
 
 
+def tensor_of(data: bytes | bytearray) -> Tensor:
+    """uint8 [n] of bytes; a bytearray's own memory."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+
+
 def flattened(tensor: Tensor) -> Tensor:
     """[n] the elements in order: a view where the tensor is contiguous, else a copy. Its stride is 1."""
     flat = tensor.detach().reshape(-1).contiguous()

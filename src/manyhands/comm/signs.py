@@ -19,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from manyhands.comm.checks import tensor_of
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.frame import bytes_of
 
@@ -52,7 +53,7 @@ def take_beyond_(vector: Tensor, tau: float) -> tuple[Tensor, int]:
         for i, power in enumerate(_POWERS[1:], start=1):
             body.add_(by_place[:, i], alpha=power)
         kind, body = SIGNS, body.cpu()
-    message = torch.cat([_head(_HEAD.pack(kind, tau)), body])
+    message = torch.cat([tensor_of(_HEAD.pack(kind, tau)), body])
     add_(message, vector, alpha=-1)
     return message, len(places)
 
@@ -91,10 +92,6 @@ def _signs() -> Tensor:
     """int8 [243, 5] of each byte."""
     byte = torch.arange(3**_IN_BYTE)
     return torch.stack([byte // power % 3 - 1 for power in _POWERS], dim=1).to(torch.int8)
-
-
-def _head(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from manyhands.comm.checks import (
     json_bytes,
     restore,
     slice_of,
+    tensor_of,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.mailbox import Mailbox
@@ -235,10 +236,10 @@ class TorchGroup(FirstError, Group):
     def gather_bytes(self, text: bytes, operation: str) -> list[bytes]:
         """Every rank's bytes, of any length."""
         lengths = torch.empty((self.size, 8), dtype=torch.uint8)
-        self.gather(_tensor(struct.pack("<q", len(text))), lengths, operation)
+        self.gather(tensor_of(struct.pack("<q", len(text))), lengths, operation)
         sizes = [struct.unpack("<q", bytes(row.tolist()))[0] for row in lengths]
         texts = torch.empty((self.size, max(sizes)), dtype=torch.uint8)
-        self.gather(_tensor(text.ljust(max(sizes), b"\0")), texts, operation)
+        self.gather(tensor_of(text.ljust(max(sizes), b"\0")), texts, operation)
         return [row.numpy().tobytes()[:size] for row, size in zip(texts, sizes, strict=True)]
 
     def _sum(self, tensor: Tensor, operation: str) -> Tensor:
@@ -270,7 +271,7 @@ class _Mean(Work):
         return self._total
 
     def _start(self, weight: float) -> None:
-        words = _tensor(_CONTROL.pack(weight, len(self._blob)) + self._blob[:_INLINE].ljust(_INLINE, b"\0"))
+        words = tensor_of(_CONTROL.pack(weight, len(self._blob)) + self._blob[:_INLINE].ljust(_INLINE, b"\0"))
         self._words = words.new_empty((self._group.size, len(words)))
         control = self._group.group_for(words)
         self._gathered = dist.all_gather(list(self._words.unbind()), words, group=control, async_op=True)
@@ -330,7 +331,3 @@ def count_ring(group: Group, operation: str, flat: Tensor) -> None:
 def _sendable(flat: Tensor) -> Tensor:
     """Bytes, at least one: an empty message would not arrive."""
     return flat.view(torch.uint8) if flat.numel() else flat.new_zeros(1, dtype=torch.uint8)
-
-
-def _tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

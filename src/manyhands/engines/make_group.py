@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -54,6 +55,16 @@ def meet_at(store: Store, rank: int, timeout_s: float) -> Meet:
             ) from error
 
     return meet
+
+
+def hosts_met(meet: Meet, size: int, identity: str) -> tuple[list[list[int]], list[str]]:
+    """(the ranks by host, the hosts' names) of so many processes, of which this one is on the host of this identity; all
+    meet for it."""
+    hosts: dict[str, list[int]] = {}
+    everyone = meet("hosts", range(size), [identity, socket.gethostname()])
+    for rank, (theirs, _) in enumerate(everyone):
+        hosts.setdefault(theirs, []).append(rank)
+    return list(hosts.values()), [everyone[ranks[0]][1] for ranks in hosts.values()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from manyhands.comm.group import Group
-from manyhands.engines.make_group import Topology, make_group, meet_at
+from manyhands.engines.make_group import Topology, hosts_met, make_group, meet_at
 from manyhands.engines.shared_memory import host_identity
 from manyhands.errors import BadInput
 from manyhands.process_group.versions import gloo_of, has_old_and_new_names, method_of
@@ -277,14 +277,11 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 def _group_of(store: Store, rank: int, size: int, timeout_s: float) -> tuple[bool, Group]:
     """(whether all ranks are on one host, their group)."""
     meet = meet_at(PrefixStore("manyhands", store), rank, timeout_s)
-    hosts: dict[str, list[int]] = {}
-    everyone = meet("hosts", range(size), [host_identity(), socket.gethostname()])
-    for other, (identity, _) in enumerate(everyone):
-        hosts.setdefault(identity, []).append(other)
+    hosts, names = hosts_met(meet, size, host_identity())
     topology = Topology(
         rank=rank,
-        hosts=list(hosts.values()),
-        names=[everyone[ranks[0]][1] for ranks in hosts.values()],
+        hosts=hosts,
+        names=names,
         device=torch.device("cpu"),
         timeout_s=timeout_s,
         connect_s=timeout_s,

@@ -191,7 +191,7 @@ class UpdateSharing(Strategy):
         residual, before = state.residual, _messaging_of(state).before
         residual.add_(replica.parameters.joined()).sub_(before.joined())
         replica.parameters.copy_(before)
-        if not bool(residual.sum().isfinite()) and not bool(residual.isfinite().all()):
+        if not FlatVector([residual]).is_finite():
             raise ManyhandsError(
                 f"strategy {self.name}: a step of the optimizer is not finite, and no threshold can send that: lower the rate"
             )

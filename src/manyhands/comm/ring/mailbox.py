@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from manyhands.comm.background import Background, Started
+from manyhands.comm.checks import tensor_of
 from manyhands.comm.mailbox import Mailbox, MailboxOwner
 from manyhands.errors import PeerLost
 from manyhands.transport.channel import Channel, ChannelClosed, ChannelTimeout
@@ -118,9 +118,7 @@ class _Peer:
                 data = bytearray(frame.tensor_bytes)
                 self._channel.receive_into(memoryview(data))
                 with self.changed:
-                    self.came.append(
-                        torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-                    )
+                    self.came.append(tensor_of(data))
                     self.changed.notify_all()
         except (ChannelClosed, ChannelTimeout, FrameError) as error:
             self._end(str(error))

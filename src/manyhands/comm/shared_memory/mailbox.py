@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
+from manyhands.comm.checks import tensor_of
 from manyhands.comm.mailbox import Mailbox, MailboxOwner
 from manyhands.comm.shared_memory.synchronisation import Waiting, fence
 from manyhands.comm.shared_memory.table import LINE
@@ -108,9 +108,7 @@ class SharedMailbox(Mailbox):
             while position < posted:
                 size = int.from_bytes(self._get(self._rings[peer], position, WORD), "little")
                 data = self._get(self._rings[peer], position + WORD, size)
-                self._inbox[peer].append(
-                    torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-                )
+                self._inbox[peer].append(tensor_of(data))
                 position += _padded(size)
             fence()
             self._words[self.rank][LINE * (1 + peer)] = self._read[peer] = position

@@ -19,7 +19,7 @@ from typing_extensions import override
 from manyhands.comm.device_group import has_own_gpu
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec
-from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
+from manyhands.engines.make_group import Meet, Topology, hosts_met, make_group, meet_at
 from manyhands.engines.nested import NestedDriverClient
 from manyhands.engines.shared_memory import host_identity
 from manyhands.engines.single_process import (
@@ -244,14 +244,11 @@ def _own_keys(store: Store) -> Store:
 
 def _topology(place: LauncherRank, spec: LaunchSpec, device: torch.device, meet: Meet) -> Topology:
     """Who is where; all ranks meet for it."""
-    hosts: dict[str, list[int]] = {}
-    everyone = meet("hosts", range(place.size), [host_identity(), socket.gethostname()])
-    for rank, (identity, _) in enumerate(everyone):
-        hosts.setdefault(identity, []).append(rank)
+    hosts, names = hosts_met(meet, place.size, host_identity())
     return Topology(
         rank=place.rank,
-        hosts=list(hosts.values()),
-        names=[everyone[ranks[0]][1] for ranks in hosts.values()],
+        hosts=hosts,
+        names=names,
         device=device,
         own_gpus=_own_gpu(place, spec.device, device),
         over_torch=True,
