@@ -94,6 +94,7 @@ def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1
 def test_a_prepared_loop_is_mh_train(strategy: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """39 rows in batches of 12, the last of 3: one worker of four has none of it."""
     monkeypatch.setattr(Session, "begin", lambda session: None)  # threads have one random state, which none seeds alone
+    monkeypatch.setattr(torch, "initial_seed", lambda: 0)  # else that of a model which another thread builds
     if strategy == "solo":
         size = 1
     expected = on(size, strategy, lambda worker: train_with_loss(worker, strategy))
