@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from manyhands.own_loop.prepare import is_first as is_first
     from manyhands.own_loop.prepare import mean as mean
     from manyhands.own_loop.prepare import prepare as prepare
+    from manyhands.own_loop.prepare import share as share
     from manyhands.own_loop.prepare import weight as weight
     from manyhands.own_loop.prepare import worker as worker
     from manyhands.recording.run import Run as Run
@@ -150,6 +151,7 @@ _WHERE = {
     "read_history": "recording.run",
     "replay": "evidence.replay.replay",
     "train": "training.train",
+    "share": "own_loop.prepare",
     "weight": "own_loop.prepare",
     "worker": "own_loop.prepare",
 }

@@ -70,6 +70,17 @@ def kept() -> Iterator[None]:
         restore(tensors, values)
 
 
+def take_first(group: Group) -> None:
+    """From here on every rank's generators go on as rank 0's. A collective."""
+    tensors, values = capture()
+    tensors.pop("cuda", None)
+    for state in tensors.values():
+        group.broadcast_(state, 0)
+    values = group.all_gather_json(values if group.rank == 0 else None)[0]
+    if group.rank:
+        restore(tensors, values)
+
+
 @contextmanager
 def drawn_alike(group: Group, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Within, every rank draws rank 0's numbers. Rank 0's generators, and all of `generators`, have then moved on as in

@@ -487,25 +487,37 @@ def test_step_inside_backward_is_refused() -> None:
         plain.cross_entropy(model, plain.rows(4)).backward()
 
 
+@pytest.mark.filterwarnings(ALIKE)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_grad_scaler_works_alone_and_is_refused_together(fused: bool, unscale: bool) -> None:
-    def program(worker: Worker) -> Tensor:
+def test_grad_scaler(fused: bool, unscale: bool) -> None:
+    """Where gradients are averaged all workers leave the same step out; elsewhere it is refused."""
+
+    def program(worker: Worker, strategy: str = "allreduce") -> Tensor:
         model = seeded(lambda: plain.mlp(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         if worker.size:
-            model, optimizer = prepare_on(Session(worker), model, optimizer)
+            model, optimizer = prepare_on(Session(worker), model, optimizer, strategy=strategy)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(plain.cross_entropy(model, plain.rows(4, torch.float32))).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        for step in range(3):
+            optimizer.zero_grad()
+            overflows = step == 1 and worker.rank == max(0, worker.size - 1)
+            loss = plain.cross_entropy(model, plain.rows(4, torch.float32)) * (float("inf") if overflows else 1.0)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
         return plain.flat(model)
 
-    assert torch.equal(program(Worker()), program(Worker(size=0)))
+    alone = program(Worker(size=0))
+    assert torch.equal(program(Worker()), alone)
+    one, other = together(2, program)
+    assert torch.equal(one, other)
+    assert (one - alone).abs().max() < 1e-6
     with pytest.raises(Unsupported, match="GradScaler.*bfloat16"):
-        together(2, program)
+        together(2, lambda worker: program(worker, "local-sgd"))
 
 
 @pytest.mark.filterwarnings(ALIKE)

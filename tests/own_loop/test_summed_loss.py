@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plain
-from manyhands.own_loop import summed_loss
+from manyhands.own_loop import backward_watch, summed_loss
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
-from manyhands.own_loop.summed_loss import sums_of
+from manyhands.own_loop.summed_loss import divisor_of, rows_meet, terms_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -58,26 +58,80 @@ MEANS: dict[str, Loss] = {
 }
 
 
-def over_rows(loss: Tensor) -> list[summed_loss.Sum]:
-    return [one for one in sums_of(loss) if one.over(ROWS)]
+UNCLEAR = {"with a penalty", "beside a mean"}
+COINCIDENCES: dict[str, Loss] = {  # as many features as rows, or a multiple
+    "variances of features": lambda z: torch.cat([z] * 8, 1).var(0).sum(),
+    "products of features": lambda z: (torch.cat([z] * 8, 1).T @ torch.cat([z] * 8, 1)).square().sum(),
+}
+
+
+def scale_of(loss: Loss) -> bool | None:
+    return terms_of(loss(LINEAR(torch.rand(ROWS, 5)))).scale(ROWS)
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_are_told(name: str) -> None:
-    assert over_rows(SUMS[name](LINEAR(torch.randn(ROWS, 5))))
+def test_sums(name: str) -> None:
+    assert scale_of(SUMS[name]) is (None if name in UNCLEAR else True)
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_means_are_not(name: str) -> None:
-    assert not over_rows(MEANS[name](LINEAR(torch.randn(ROWS, 5))))
+def test_means(name: str) -> None:
+    assert scale_of(MEANS[name]) is False
+
+
+@pytest.mark.parametrize("name", COINCIDENCES)
+def test_what_has_as_many_rows_by_coincidence_is_unclear(name: str) -> None:
+    assert scale_of(COINCIDENCES[name]) is None
 
 
 def test_a_long_chain_of_additions() -> None:
-    z = LINEAR(torch.randn(ROWS, 5))
-    assert not over_rows(sum((z.mean() for _ in range(3000)), torch.zeros(())))
+    assert scale_of(lambda z: sum((z.mean() for _ in range(3000)), torch.zeros(()))) is False
 
 
-def test_two_rows_say_nothing() -> None:
+MEETINGS: dict[str, Loss] = {
+    "similarities within the batch": lambda z: F.cross_entropy(z @ z.T, torch.arange(ROWS)),
+    "covariances of features": lambda z: (z.T @ z / ROWS - torch.eye(3)).square().sum(),
+    "variances of features": lambda z: (1 - z.var(0)).relu().mean(),
+}
+APART: dict[str, Loss] = {
+    "a layer": lambda z: F.linear(z, LINEAR.weight.T).square().mean(),
+    "a layer with computed weights": lambda z: (z @ F.normalize(LINEAR.weight, dim=1)).square().mean(),
+    "keys of another model": lambda z: F.cross_entropy(z @ torch.rand(3, 9), LABELS),
+    "products of each row": lambda z: torch.bmm(z[:, None], z[:, :, None]).mean(),
+    "variances of each row": lambda z: z.var(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_rows_that_look_at_each_other(name: str) -> None:
+    assert rows_meet(MEETINGS[name](LINEAR(torch.rand(ROWS, 5))))
+
+
+@pytest.mark.parametrize("name", [*APART, *SUMS, *MEANS])
+def test_rows_apart(name: str) -> None:
+    assert not rows_meet((APART | SUMS | MEANS)[name](LINEAR(torch.rand(ROWS, 5))))
+
+
+DIVISORS: dict[str, tuple[Loss, float | None]] = {
+    "rows": (lambda z: F.cross_entropy(z, LABELS), ROWS),
+    "class weights": (lambda z: F.cross_entropy(z, LABELS, torch.tensor([1.0, 2.0, 3.0])), 15.0),
+    "ignored targets": (lambda z: F.cross_entropy(z, LABELS, ignore_index=0) * 0.5, 5.0),
+    "smoothed": (lambda z: F.cross_entropy(z, LABELS, ignore_index=0, label_smoothing=0.1), None),
+    "images": (lambda z: F.nll_loss(z[..., None, None], LABELS[:, None, None], ignore_index=2), 6.0),
+    "two that divide by the same": (lambda z: F.cross_entropy(z, LABELS) + F.nll_loss(z, LABELS), ROWS),
+    "two that divide by others": (lambda z: F.cross_entropy(z, LABELS) + F.nll_loss(z, LABELS, ignore_index=0), None),
+    "beside another loss": (lambda z: F.cross_entropy(z, LABELS, ignore_index=0) + z.square().mean(), None),
+    "a sum": (lambda z: F.cross_entropy(z, LABELS, reduction="sum"), None),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_what_a_loss_divides_by(name: str) -> None:
+    loss, expected = DIVISORS[name]
+    assert divisor_of(loss(LINEAR(torch.rand(ROWS, 5)))) == expected
+
+
+def test_few_rows_are_no_evidence() -> None:
     assert not summed_loss.Sum("Sum", 2).over(2)
 
 
@@ -102,17 +156,29 @@ def told(loss: Callable[[nn.Module, Any], Tensor], size: int, strategy: str = "a
     return [str(one.message) for one in found]
 
 
+def with_a_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_over_rows(model, batch) + 1e-3 * next(model.parameters()).square().sum()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_summed_loss_is_one_process(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = plain.flat(train_plain(loss=loss_over_rows, epochs=2)[0])
+    for got in together(size, lambda worker: train(Session(worker), loss_over_rows)):
+        assert (got - expected).abs().max() < 1e-10
+    assert capsys.readouterr().err.count("sum over rows") == 1
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
-def test_a_summed_loss_is_named_once(strategy: str) -> None:
-    (message,) = told(loss_over_rows, 3, strategy)
+def test_a_loss_that_is_a_sum_in_part_is_named_once(strategy: str) -> None:
+    (message,) = told(with_a_penalty, 3, strategy)
     assert "NllLoss" in message
-    assert "1/3" in message
     assert 'mh.weight("sum")' in message
 
 
-def test_a_mean_is_not_named_and_one_worker_never() -> None:
+def test_what_is_right_is_not_named() -> None:
     assert not told(plain.cross_entropy, 2)
-    assert not told(loss_over_rows, 1)
+    assert not told(loss_over_rows, 2)
+    assert not told(with_a_penalty, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -133,13 +199,11 @@ def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
         assert (got - expected).abs().max() < 1e-10
 
 
-def test_backward_is_torchs_own_again_after_the_first_steps() -> None:
+def test_backward_is_torchs_own_again_without_a_session() -> None:
     gc.collect()
-    assert torch.autograd.backward is summed_loss._plain_backward
+    assert torch.autograd.backward is backward_watch._plain_backward
     session = Session(Worker(size=2))
-    assert torch.autograd.backward is not summed_loss._plain_backward
+    assert torch.autograd.backward is not backward_watch._plain_backward
     del session
     gc.collect()
-    assert torch.autograd.backward is summed_loss._plain_backward
-    told(plain.cross_entropy, 2)
-    assert torch.autograd.backward is summed_loss._plain_backward
+    assert torch.autograd.backward is backward_watch._plain_backward

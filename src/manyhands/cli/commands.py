@@ -20,6 +20,7 @@ from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.engines.driver import supervisor
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
+from manyhands.own_loop.observed.script import DISTRIBUTED
 from manyhands.units import count
 
 if TYPE_CHECKING:
@@ -249,7 +250,10 @@ def run(
     engine: options.ScriptEngine = "local",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
+    auto: options.Auto = False,
     runs_as: options.RunsAs = None,
+    verify: options.Verify = None,
+    own_batches: options.OwnBatches = False,
     roles: options.ScriptRoles = None,
     until: options.Until = None,
     tensorboard: options.ScriptTensorBoard = None,
@@ -258,8 +262,14 @@ def run(
 ) -> None:
     """Run a script on many workers: the same file that `python` runs alone.
 
-    [bold]manyhands run -n 4 train.py[/bold]
-    [bold]manyhands run -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
+    [bold]manyhands run --auto -n 4 train.py[/bold]
+    [bold]manyhands run --auto -n 4 --strategy local-sgd:period=8 train.py --its-own-arguments[/bold]
+
+    With --auto the script is unchanged: its model, optimizer and loaders are
+    found as it runs, and each batch is shared by all workers. Without, it calls
+    mh.prepare:
+
+    [bold]manyhands run -n 4 prepared.py[/bold]
 
     With --as distributed it is a program that torchrun would start; where it
     asks for gloo, or for no backend by name, it gets manyhands:
@@ -278,11 +288,21 @@ def run(
             f"manyhands run {behind} {script} ...",
             err=True,
         )
-    cast = options.cast_of(roles, workers, until, tensorboard, engine, runs_as)
-    if runs_as is not None and (strategy != "allreduce" or servers is not None):
+    observation = options.observation_of(
+        script,
+        auto=auto,
+        runs_as=runs_as,
+        verify=verify,
+        own_batches=own_batches,
+        strategy=strategy,
+        roles=roles,
+        engine=engine,
+    )
+    distributed = observation is not None and observation.kind == DISTRIBUTED
+    cast = options.cast_of(roles, workers, until, tensorboard, engine, DISTRIBUTED if distributed else None)
+    if distributed and (strategy != "allreduce" or servers is not None):
         raise BadInput(
-            f"--as {runs_as} runs a program that averages for itself: leave --strategy and --servers out, or give a plain "
-            "loop over mh.prepare, and leave --as out"
+            f"{script} runs as distributed, a program that averages for itself: leave --strategy and --servers out, or give a plain loop, and --as loop"
         )
     workers = workers if cast is None else len(cast.members)
     with _started(engine, workers) as place:
@@ -298,7 +318,7 @@ def run(
             threads_per_worker=threads_per_worker,
             timeout_s=timeout,
             roles=cast,
-            replaces_gloo=runs_as is not None,
+            observation=observation,
             tensorboard=None if tensorboard is None else str(tensorboard),
             max_restarts=max_restarts or 0,
         )

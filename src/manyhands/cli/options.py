@@ -19,6 +19,7 @@ from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
+from manyhands.own_loop.observed.script import DISTRIBUTED, KINDS, LOOP, Observation, kind_of, visible_gpus
 from manyhands.spec import parse
 from manyhands.strategies import CATALOGUE as STRATEGIES
 
@@ -120,11 +121,35 @@ ScriptStrategy = Annotated[str, _strategy(envvar="MANYHANDS_STRATEGY")]
 ScriptRoles = Annotated[
     str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")
 ]
-DISTRIBUTED = "distributed"
+_unchanged = partial(typer.Option, rich_help_panel="A script that knows of no workers")
+Auto = Annotated[
+    bool,
+    _unchanged(
+        "--auto", help="Run it unchanged: find its model, optimizer and loaders, and share the rows of each batch."
+    ),
+]
 RunsAs = Annotated[
     str | None,
-    _frameworks(
-        "--as", help="distributed: a program for torchrun; where it asks for gloo it gets the backend manyhands."
+    _unchanged(
+        "--as",
+        metavar="loop|keras|distributed",
+        help="What the script is, where --auto is not to choose: a loop over a DataLoader, a call of Keras' fit, or a program for "
+        "torchrun, whose gloo is then the backend manyhands.",
+    ),
+]
+Verify = Annotated[
+    int | None,
+    _unchanged(
+        "--verify",
+        metavar="K",
+        help="First compare K steps of the workers with one process's, without noise, in float64.",
+    ),
+]
+OwnBatches = Annotated[
+    bool,
+    _unchanged(
+        "--own-batches",
+        help="A loop without DataLoader: each worker draws batches of its own, N times as many rows a step.",
     ),
 ]
 Until = Annotated[
@@ -336,12 +361,8 @@ def cast_of(
     engine: str,
     runs_as: str | None = None,
 ) -> Roles | None:
-    """What --roles, --until, --as and --workers say of another framework's cluster; None: there is none."""
-    if runs_as is not None and roles is not None:
-        raise BadInput(f"--as {runs_as} and --roles both say whose program this is: leave one of them out")
-    if runs_as is not None and runs_as != DISTRIBUTED:
-        raise BadInput(f"--as must be {DISTRIBUTED}, for a program that torchrun would start; not {runs_as!r}")
-    if runs_as is not None:
+    """What --roles, --until, --as distributed and --workers say of another framework's cluster; None: there is none."""
+    if runs_as == DISTRIBUTED:
         return Roles(workers=workers or 1, others={})
     if roles is None:
         if until is not None or tensorboard is not None or engine != "local":
@@ -366,6 +387,64 @@ def cast_of(
         )
     asked = workers or named or 1
     return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
+
+
+def observation_of(
+    script: Path,
+    *,
+    auto: bool,
+    runs_as: str | None,
+    verify: int | None,
+    own_batches: bool,
+    strategy: str,
+    roles: str | None,
+    engine: str,
+) -> Observation | None:
+    """What --auto, --as, --verify and --own-batches say of a script that knows of no workers; None: it knows of them."""
+    if runs_as is not None and runs_as not in KINDS:
+        raise BadInput(f"--as must be one of {', '.join(KINDS)}; not {runs_as!r}")
+    if runs_as is not None and roles is not None:
+        raise BadInput(f"--as {runs_as} and --roles both say whose program this is: leave one of them out")
+    if auto and roles is not None:
+        raise BadInput("--auto watches a loop, and --roles starts another framework's cluster: leave one of them out")
+    if not auto and runs_as is None:
+        given = "--verify" if verify is not None else "--own-batches" if own_batches else ""
+        if given:
+            raise BadInput(f"{given} is of a script that knows of no workers: add --auto")
+        return None
+    kind = runs_as or kind_of(
+        script.read_text(encoding="utf-8", errors="replace") if script.is_file() else "", gpus=visible_gpus()
+    )
+    if auto and kind != DISTRIBUTED and engine != "local":
+        raise BadInput(
+            f"--auto runs a script on engine local, not on {engine}: leave --engine out, or call mh.prepare in the script"
+        )
+    if verify is not None and verify < 1:
+        raise BadInput(f"--verify takes the number of steps to compare, at least 1, not {verify}")
+    if kind != LOOP and (verify is not None or own_batches):
+        given = "--verify" if verify is not None else "--own-batches"
+        raise BadInput(f"{given} is of a loop, and {script} runs as {kind}: leave it out, or give --as loop")
+    if own_batches and verify is not None:
+        raise BadInput(
+            "--verify compares with one process, and with --own-batches the batch is N times as large: leave one of them out"
+        )
+    if verify is not None:
+        check_exact(strategy)
+    if runs_as is None and kind != LOOP:
+        typer.echo(f"manyhands: {script.name} is run as {kind} (--as decides otherwise)", err=True)
+    return Observation(kind=kind, own_batches=own_batches, verify=verify or 0)
+
+
+def check_exact(strategy: str) -> None:
+    """BadInput for a strategy of which N workers are not one process."""
+    from manyhands.strategies import strategy_of
+
+    chosen = strategy_of(strategy)
+    if not chosen.traits.exact:
+        raise BadInput(
+            f"--verify compares the workers with one process step by step, and with strategy {chosen.name} they are not meant to be equal: give --verify with "
+            f"allreduce, whose rows and losses are the same, and compare results by `manyhands compare`"
+        )
 
 
 def behind_the_script(arguments: list[str]) -> str:

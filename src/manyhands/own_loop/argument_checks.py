@@ -98,8 +98,8 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Unsupported for what would let workers diverge in this step."""
     if "found_inf" in vars(optimizer):  # put there by a GradScaler, for an optimizer that `_step_supports_amp_scaling`
         raise Unsupported(
-            "a GradScaler decides on each worker alone whether to step, and all workers must step together: train in "
-            "bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no GradScaler"
+            "a GradScaler decides on each worker alone whether to step, and with this strategy each worker has gradients of its own: use allreduce, or "
+            "train in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no GradScaler"
         )
 
 

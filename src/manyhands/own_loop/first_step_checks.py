@@ -3,6 +3,7 @@ gradient, or sum the loss over rows."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zlib
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from manyhands.own_loop import summed_loss
+from manyhands.own_loop.backward_watch import Line, Roots, shown
 from manyhands.worker import Worker
 
 STEPS = 3
@@ -25,10 +27,10 @@ _ALIKE = (
     "that mh.prepare returns: model, optimizer, loader = mh.prepare(model, optimizer, loader). Without a loader, see "
     "help(mh.prepare). If you want equal rows, call mh.weight(1) before backward()."
 )
-_SUMMED = (
-    "the loss is a sum over the batch's rows ({functions}), so the gradients of {size} workers are 1/{size} of one "
-    "process's. Divide the loss by the rows (reduction='mean'), "
-    'or call mh.weight("sum") before backward(). See docs/own-loop.md.'
+_UNCLEAR = (
+    "a part of the loss is a sum over the batch's rows ({functions}), and another part is none, or may be none, so {size} workers' gradients are not "
+    "one process's. Divide the loss by the rows (reduction='mean'), or, if all of it is a sum over rows, call mh.weight(\"sum\") before backward(). See "
+    "docs/own-loop.md."
 )
 _APART = (
     "{size} workers took {steps} optimizer steps without exchanging anything, so each of them trains alone on all "
@@ -41,30 +43,54 @@ _ONE_APART = (
 
 
 class FirstLosses:
-    """Checks the losses of a session's first backwards. Only rank 0 does: the loss is the same code on all ranks."""
+    """What the losses of a session's first backwards are over their rows, by the line of the backward.
+
+    A sum is told from a mean by the loss's graph. The ranks agree on it: it is a sum if it is one on all that have
+    enough rows to tell.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.alike_warned = False  # by any `FirstSteps` of the session
-        self._left = STEPS if worker.size > 1 and worker.rank == 0 else 0
-        self._unwatch = summed_loss.watch(self) if self._left else lambda: None
+        self._left: dict[Line, int] = {}  # backwards that are still looked at
+        self._sums: set[Line] = set()
+        self._named = False
 
-    def backward_over(self, rows: float | None) -> None:
-        """A backward that reached a pair is over, its loss is `summed_loss.under_way()`'s. Warns once.
+    def is_sum(self, roots: Roots, rows: float | None, *, together: bool) -> bool:
+        """Whether the backward that begins is of a sum over rows. Where it is unclear, rank 0 warns once.
 
-        rows: of the batch, where a prepared loader gave it and they are its weight.
+        rows: of the batch, where a prepared loader gave it and they are its weight; 0: a stand-in.
+        together: workers are in step; a collective in the first steps of a line then.
         """
-        if not self._left:
-            return
-        self._left -= 1
-        sums = [one.function for one in summed_loss.under_way() if rows is not None and one.over(rows)]
-        if sums:
-            self._left = 0
-            functions = ", ".join(dict.fromkeys(sums))
-            # the user's backward(), where the engine calls back in its thread
-            warnings.warn(_SUMMED.format(functions=functions, size=self.worker.size), stacklevel=8)
-        if not self._left:
-            self._unwatch()
+        left = self._left.get(roots.line, STEPS)
+        if rows is None or not left or self.worker.size == 1 or roots.loss is None:
+            return rows is not None and roots.line in self._sums
+        self._left[roots.line] = left - 1
+        terms = summed_loss.terms_of(roots.loss)
+        own = (
+            None if rows < summed_loss.LEAST_ROWS else {True: "sum", False: "other", None: "unclear"}[terms.scale(rows)]
+        )
+        everybodys = self.worker.group.all_gather_json(own) if together else [own]
+        found = set(everybodys) - {None}
+        if found == {"sum"}:
+            self._say_once(roots.line)
+            self._sums.add(roots.line)
+        else:
+            self._sums.discard(roots.line)
+        if found & {"sum", "unclear"} and found != {"sum"} and not self._named:
+            self._named = True
+            if self.worker.rank == 0:
+                functions = ", ".join(dict.fromkeys(one.function for one in terms.sums))
+                warnings.warn(
+                    _UNCLEAR.format(functions=functions, size=self.worker.size), stacklevel=6
+                )  # the user's backward()
+        return roots.line in self._sums
+
+    def _say_once(self, line: Line) -> None:
+        if line not in self._sums and self.worker.rank == 0:
+            sys.stderr.write(
+                f"manyhands: {shown(line)}: the loss is a sum over rows, so the workers' gradients are added\n"
+            )
 
 
 class FirstSteps:
@@ -108,7 +134,7 @@ class FirstSteps:
 
 def checksum(vector: Tensor, start: int = 0) -> int:
     """CRC-32 of a vector's bits, after another's."""
-    return zlib.crc32(vector.detach().cpu().view(torch.uint8).numpy().data, start)
+    return zlib.crc32(vector.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, start)
 
 
 @contextmanager

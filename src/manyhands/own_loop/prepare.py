@@ -5,32 +5,38 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.comm.group import Group
+from manyhands.data.batch import columns, map_columns, rows_of
 from manyhands.engines import under_torchrun
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.own_rules import list_rule
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
+from manyhands.own_loop import prepared_loader
 from manyhands.own_loop.launch import launched_strategy
+from manyhands.own_loop.observed.loops import Deal
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
-from manyhands.own_loop.prepared_loader import check_loader, share, warn_of_whole_items
+from manyhands.own_loop.prepared_loader import check_loader, part_of, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import named
+from manyhands.units import count
 from manyhands.worker import Worker, current
 
 DEFAULT = "allreduce"
 TIMEOUT_S = 300.0
 
 V = TypeVar("V", float, Tensor)
+B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Prepared = tuple[M, O, *tuple[Any, ...]]  # DataLoaders and schedulers as they were given, PreparedLoaders of others
@@ -83,6 +89,10 @@ def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | N
     workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
     strategy that needs more than a group, later for `step(closure)`, and with several workers for a GradScaler.
     """
+    if session().observed is not None:
+        raise BadInput(
+            "this script calls mh.prepare, and --auto prepares scripts that do not: leave --auto out, or the call"
+        )
     return prepare_on(session(), model, optimizer, *others, strategy=strategy)
 
 
@@ -112,7 +122,7 @@ def prepare_on(
     return (
         model,
         optimizer,
-        *(given if isinstance(given, LRScheduler) else share(given, session, pair) for given in others),
+        *(given if isinstance(given, LRScheduler) else prepared_loader.share(given, session, pair) for given in others),
     )
 
 
@@ -136,6 +146,58 @@ def weight(w: float | Literal["sum"]) -> None:
     if it came after `backward()`.
     """
     session().state_weight(w if isinstance(w, str) else float(w))
+
+
+def share(rows: B) -> B:
+    """This worker's rows of a batch that a script makes without a DataLoader; they are the weight of the next backward.
+
+        ix = mh.share(torch.randint(len(data), (batch_size,)))
+
+    rows: a tensor, or tensors in tuples, lists or dicts, whose first dimension counts the batch's rows; those of rank 0
+    are everybody's. Rank r of N gets rows [r·b//N, (r+1)·b//N). Call it on all workers alike; alone, `rows` comes back.
+    Where a script runs with `manyhands run --auto`, and autograd is off, all of them come back, as for evaluation.
+
+    Raises BadInput for fewer rows than workers, and for tensors of unequal length.
+    """
+    here = session()
+    if here.worker.size == 1:
+        return rows
+    if here.own_pace is not None:
+        raise Unsupported(
+            "mh.share waits for all workers, and with this strategy they go at their own pace: use one whose workers are in step (allreduce, local-sgd), "
+            "or give the rows by a DataLoader"
+        )
+    if rows_of(rows) < here.worker.size:
+        raise BadInput(
+            f"mh.share was given {count(rows_of(rows), 'row')} for {here.worker.size} workers, and each needs one at least: make the batch larger, or "
+            "use fewer workers"
+        )
+    whole = everybodys(rows, here.worker.group)
+    if here.observed is not None:
+        return cast(B, here.observed.share(whole))
+    own = part_of(whole, Deal.SLICE, here.worker.rank, here.worker.size)
+    here.state_weight(float(own.rows or 0))
+    return cast(B, own.batch)
+
+
+def everybodys(rows: B, group: Group) -> B:
+    """Rank 0's rows on all ranks; columns that are no tensors are as they are. A collective."""
+    shapes = [f"{list(one.shape)} {one.dtype}" for _, one in columns(rows) if isinstance(one, Tensor)]
+    everyone = group.all_gather_json(shapes)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise BadInput(
+                f"all workers must give mh.share a batch of the same shapes; worker 0 gives {', '.join(everyone[0])}, worker {rank} {', '.join(theirs)}"
+            )
+
+    def first(column: Any) -> Any:
+        if not isinstance(column, Tensor):
+            return column
+        whole = column.detach().to("cpu", copy=True).contiguous()
+        group.broadcast_(whole.view(-1).view(torch.uint8), 0)
+        return whole.to(column.device)
+
+    return cast(B, map_columns(rows, first))
 
 
 def mean(value: V, weight: float = 1.0) -> V:

@@ -34,6 +34,7 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Picks, Reading, check_digests
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.observed.loops import Deal
 from manyhands.own_loop.own_pace_schedule import PassProgress
 from manyhands.own_loop.session import Iteration, Pair, Session, in_order
 from manyhands.task import named
@@ -54,8 +55,29 @@ class Share:
     """What one worker gets of one global batch."""
 
     batch: Any
-    rows: int | None  # how many of them count; None: nobody asks (one worker)
+    rows: int | None  # how many of them count; None: nobody asks (one worker, or a batch that has no rows)
     stand_in: bool = False  # the batch is there only so that the loop body runs
+    total: int | None = None  # rows of the global batch, where workers do not get their slices alone
+
+
+class Dealer:
+    """Says how the workers get the batches of a pass: each its slice. An observed loop has another one for each pass."""
+
+    trains: bool = True
+    """Whether the pass is known to train, or may; else all of it is read as the script would."""
+
+    def next_deal(self) -> Deal:
+        """The loop asks for its next batch."""
+        return Deal.SLICE
+
+    def dealt(self, share: Share) -> None:
+        """It gets this."""
+
+    def left(self) -> None:
+        """The pass is over."""
+
+
+_SLICES = Dealer()
 
 
 class PreparedLoader(Iterable[Any]):
@@ -77,14 +99,14 @@ class PreparedLoader(Iterable[Any]):
     What is not named here (`dataset`, `batch_size`, `sampler`, …) is the plain loader's.
     """
 
-    def __init__(self, plain: Iterable[Any], session: Session) -> None:
-        self.plain, self.session = plain, session
+    def __init__(self, plain: Iterable[Any], session: Session, dealer: Dealer = _SLICES) -> None:
+        self.plain, self.session, self.dealer = plain, session, dealer
         self.pairs = WeakSet[Pair]()  # whose models it trains: those that it was prepared with, then as seen in a pass
         self._open: Iteration | None = None
         self._passes = 0
         self._warmup = 0  # slices that worker 0 trains alone in the pass under way
         self._idle_told = False
-        check_loader(plain, session.worker.size)
+        check_loader(plain, session.worker.size if dealer is _SLICES else 1)
 
     def __len__(self) -> int:
         """Batches in a pass, the same on every worker."""
@@ -107,7 +129,7 @@ class PreparedLoader(Iterable[Any]):
         """One pass. Begin it on all workers alike, and go on to the same batch; collective with several workers."""
         self.finish()
         session = self.session
-        if session.pass_under_way is not None:
+        if session.pass_under_way is not None and self.dealer.trains:
             raise Unsupported(
                 "two prepared loaders are under way at once, and workers that go at their own pace can share out the rows of one: "
                 "iterate the other one as it was before prepare (its `plain`), or use a strategy in step (allreduce, local-sgd)"
@@ -132,10 +154,12 @@ class PreparedLoader(Iterable[Any]):
         try:
             for share in shares:
                 session.begin_batch(iteration, share.rows, stand_in=share.stand_in)
+                self.dealer.dealt(share)
                 yield share.batch
                 session.end_batch(iteration)
         finally:
             session.end_pass(iteration)
+            self.dealer.left()
             if iteration.progress is not None and session.own_pace is not None:
                 session.own_pace.deactivate()  # also after a `break`: the others go on
         self._close(iteration)
@@ -149,7 +173,8 @@ class PreparedLoader(Iterable[Any]):
             anybody, pair = self._meet(iteration.progress, bool(pairs)), self.session.own_pace
             pairs = {pair} if anybody and pair is not None else set()
         self.pairs = WeakSet(pairs)
-        if not pairs and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
+        idle = not pairs and self.dealer is _SLICES
+        if idle and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
             self._idle_told = True
             if self.session.worker.rank == 0:
                 warnings.warn(_IDLE.format(size=self.session.worker.size), stacklevel=3)
@@ -175,6 +200,8 @@ class PreparedLoader(Iterable[Any]):
     def _shares(self, iteration: Iteration) -> Iterator[Share]:
         if self.session.worker.size == 1:
             return (Share(batch, None) for batch in iter(self.plain))
+        if not self.dealer.trains:
+            return self._read()
         if self.session.own_pace is not None:
             iteration.progress = PassProgress(self.session.worker.size)
         if isinstance(self.plain, DataLoader) and is_indexed(self.plain):
@@ -209,17 +236,33 @@ class PreparedLoader(Iterable[Any]):
         reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
         reader = reader_of(loader, loader.num_workers)
         if progress is None or own_pace is None:
-            return drawn.along(_load(reader, plan, reading))
+            return drawn.along(_load(reader, plan, reading, self.dealer))
+        return drawn.along(self._loaded_at_own_pace(reader, plan, reading, own_pace, progress))
+
+    def _loaded_at_own_pace(
+        self, reader: RowLoader, plan: list[list[Any]], reading: Reading, own_pace: Pair, progress: PassProgress
+    ) -> Iterator[Share]:
+        first = 0
+        while first < len(plan) and (deal := self.dealer.next_deal()) is not Deal.SLICE:
+            yield _load_whole(reader, plan[first], first, reading, deal)
+            first += 1
         segment = Segment(
             epoch=self.session.passes,
-            first=0,
+            first=first,
             until=len(plan),
-            parts=worker.size,
-            size=worker.size,
+            parts=reading.size,
+            size=reading.size,
             rank0_warmup_ticks=self._warmup,
         )
         self.session.passes += 1
-        return drawn.along(_leased(reader, plan, reading, segment, lambda: self._lease(own_pace, segment, progress)))
+        for share in _leased(reader, plan, reading, segment, lambda: self._lease(own_pace, segment, progress)):
+            yield share
+            self.dealer.next_deal()
+
+    def _read(self) -> Iterator[Share]:
+        """All of it, as the script would, without any message; where a backward follows after all, batches are cut."""
+        for batch in iter(self.plain):
+            yield part_of(batch, self.dealer.next_deal(), self.session.worker.rank, self.session.worker.size)
 
     def _lease(self, pair: Pair, segment: Segment, progress: PassProgress) -> Lease | None:
         """The next slice that is this worker's; None: the pass is over."""
@@ -251,7 +294,7 @@ class PreparedLoader(Iterable[Any]):
         with own.in_place() if rank == 0 else nullcontext():
             batch, compared = first, 1
             while batch is not None:
-                yield _cut(batch, rank, size)
+                yield part_of(batch, self.dealer.next_deal(), rank, size)
                 with own:
                     batch = next(batches, None)
                 if compared < COMPARED:
@@ -410,18 +453,55 @@ class _Keys(Dataset[Any]):
         return keys
 
 
-def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:
-    picks = []
-    for index, batch in enumerate(plan):
-        start, stop = slice_of(len(batch), reading.rank, reading.size)
-        picks.append(Pick(index, batch[start:stop], len(batch), reading.rank))
-    with closing(reader.slices(iter(picks), reading)) as parts:
-        for part in parts:
+def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading, dealer: Dealer) -> Iterator[Share]:
+    """Each batch as it is dealt. What is dealt alike twice in a row, or in slices, may be read ahead."""
+    now, coming = None, None
+    try:
+        for index, batch in enumerate(plan):
+            deal = dealer.next_deal()
+            if deal is not now and coming is not None:
+                coming.close()
+                coming = None
+            if coming is None and (deal is Deal.SLICE or deal is now):
+                picks = [_pick(deal, i, plan[i], reading) for i in range(index, len(plan))]
+                coming = reader.slices(iter(picks), reading)
+            now = deal
+            if coming is None:
+                yield _load_whole(reader, batch, index, reading, deal)
+                continue
+            part = next(coming)
             if part.rows:
-                yield Share(part.batch, part.rows)
+                yield Share(part.batch, part.rows, total=len(batch))
             else:
-                batch = plan[part.index]
                 yield Share(reader.take([batch[0], batch[min(1, len(batch) - 1)]]), 0, stand_in=True)
+    finally:
+        if coming is not None:
+            coming.close()
+
+
+def _pick(deal: Deal, index: int, batch: list[Any], reading: Reading) -> Pick:
+    """The rows of a batch that this worker loads. Of a probe and of a whole batch they count as one part."""
+    rows = _rows_of(deal, len(batch), reading.rank, reading.size)
+    part = reading.rank if deal is Deal.SLICE else 0
+    return Pick(index, [batch[i] for i in rows], len(batch), part)
+
+
+def _load_whole(reader: RowLoader, batch: list[Any], index: int, reading: Reading, deal: Deal) -> Share:
+    """A whole batch or a probe's part, loaded here and now."""
+    part = reader.load_here(_pick(deal, index, batch, reading), reading)
+    if part.rows:
+        return Share(part.batch, part.rows, total=len(batch))
+    return Share(reader.take([batch[0], batch[-1]]), 0, total=len(batch))
+
+
+def _rows_of(deal: Deal, rows: int, rank: int, size: int) -> list[int]:
+    """Those of a batch that a worker gets. Of a probe the first worker gets all, and the others get slices, or, where there
+    is one other, all of them twice."""
+    if deal is Deal.SLICE:
+        return list(range(*slice_of(rows, rank, size)))
+    if deal is Deal.WHOLE or rank == 0:
+        return list(range(rows))
+    return [*range(rows), *range(rows)] if size == 2 else list(range(*slice_of(rows, rank - 1, size - 1)))
 
 
 def _leased(
@@ -455,20 +535,40 @@ def _counted(shares: Iterator[Share], progress: PassProgress) -> Iterator[Share]
             yield share
 
 
+def part_of(batch: Any, deal: Deal, rank: int, size: int) -> Share:
+    """What a worker gets of a batch that was read whole."""
+    if deal is Deal.SLICE:
+        return _cut(batch, rank, size)
+    if deal is Deal.WHOLE:
+        counted = _rows_if_any(batch)
+        return Share(batch, counted, total=counted)
+    rows = rows_of(batch)
+    own = _rows_of(deal, rows, rank, size) or [0, rows - 1]
+    taken = batch if rank == 0 else map_columns(batch, lambda column: _taken(column, own))
+    return Share(taken, len(_rows_of(deal, rows, rank, size)), total=rows)
+
+
+def _rows_if_any(batch: Any) -> int | None:
+    try:
+        return rows_of(batch)
+    except BadInput:  # whoever evaluates needs none
+        return None
+
+
+def _taken(column: Any, rows: list[int]) -> Any:
+    if isinstance(column, list | tuple):
+        return type(column)(column[i] for i in rows)
+    return column[rows]
+
+
 def _cut(batch: Any, rank: int, size: int) -> Share:
     rows = rows_of(batch)
     start, stop = slice_of(rows, rank, size)
     if stop > start:
-        return Share(slice_rows(batch, start, stop), stop - start)
+        return Share(slice_rows(batch, start, stop), stop - start, total=rows)
     if not rows:
         raise BadInput("the loader gave an empty batch, and every worker needs rows in each step: skip empty batches")
-    return Share(map_columns(batch, lambda column: _two_rows(column, min(1, rows - 1))), 0, stand_in=True)
-
-
-def _two_rows(column: Any, second: int) -> Any:
-    if isinstance(column, list | tuple):
-        return type(column)((column[0], column[second]))
-    return column[[0, second]]
+    return Share(map_columns(batch, lambda column: _taken(column, [0, min(1, rows - 1)])), 0, stand_in=True)
 
 
 def warn_of_whole_items(plain: Any, worker: Worker) -> None:

@@ -7,16 +7,17 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from manyhands import rng
+from manyhands.comm.group import MeanResult
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.argument_checks import (
@@ -28,6 +29,7 @@ from manyhands.own_loop.argument_checks import (
     late_parameters,
     root_of,
 )
+from manyhands.own_loop.backward_watch import Roots, watch
 from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps, checksum
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
 from manyhands.replica import evaluation, fingerprint
@@ -65,7 +67,31 @@ class Backward:
     sum is that mean, and 0 on a stand-in batch."""
     known: bool
     """Whether a prepared loader or the user says what it counts."""
+    of_first: bool = False
+    """All workers take worker 0's gradient."""
     pairs: set[Pair] = field(default_factory=set)
+
+
+class BackwardObserver(Protocol):
+    """What an observed loop knows of a backward."""
+
+    backward: Backward | None
+    """What the one under way counts."""
+
+    def backward_of(self, roots: Roots) -> AbstractContextManager[float]:
+        """See `BackwardWatcher`."""
+
+    def before_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
+        """A backward is over, and each worker's gradients are at its parameters."""
+
+    def after_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
+        """The gradients are what the step will see."""
+
+    def stepped(self, pair: Pair) -> None:
+        """A pair has made a step."""
+
+    def share(self, rows: Any) -> Any:
+        """This worker's part of a batch that no loader gave."""
 
 
 class Session:
@@ -92,6 +118,10 @@ class Session:
         self._stated_used = False
         self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
+        self._summed = False  # the backward under way is of a sum over rows
+        self.observed: BackwardObserver | None = None  # of an observed loop: it says what a backward counts
+        if worker.size > 1:
+            watch(self)
 
     @property
     def own_pace(self) -> Pair | None:
@@ -105,7 +135,7 @@ class Session:
 
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
-        if not self._began and self.worker.rank:
+        if not self._began and self.worker.rank and self.observed is None:
             rng.seed_all(torch.initial_seed(), self.worker.rank)
         self._began = True
 
@@ -117,9 +147,13 @@ class Session:
 
     def next_backward(self) -> Backward:
         """What a backward counts that begins now."""
+        if self.observed is not None and self.observed.backward is not None:
+            return replace(self.observed.backward, pairs=set())
         known = self._stated is not None or bool(self._rows)
         if isinstance(self._stated, str):  # of no rows it is 0, and counts as the others' do
             return Backward(1.0, 0.0 if self._stand_ins else float(self.worker.size), known)
+        if self._summed:
+            return Backward(1.0, 0.0 if self._stand_ins else 1.0, known)
         rows = 1.0 if self._newest_rows is None else self._newest_rows
         weight = 0.0 if self._stand_ins else rows if self._stated is None else self._stated
         return Backward(weight, 1.0 if weight else 0.0, known)
@@ -181,6 +215,22 @@ class Session:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def backward_of(self, roots: Roots) -> Iterator[float]:
+        """See `BackwardWatcher`."""
+        if self.observed is not None:
+            with self.observed.backward_of(roots) as scale:
+                yield scale
+            return
+        rows = self.counted_rows if self.pairs else None
+        if rows is not None and self._stand_ins:
+            rows = 0.0
+        self._summed = self.first_losses.is_sum(roots, rows, together=self.own_pace is None)
+        try:
+            yield float(self.worker.size) if self._summed else 1.0
+        finally:
+            self._summed = False
+
     def reached(self, task: int, pair: Pair) -> None:
         """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair is notified."""
         if task not in self._pending:
@@ -193,15 +243,18 @@ class Session:
         self.begin()
         backward = self._pending.pop(task)
         pairs = in_order(backward.pairs)
-        self.first_losses.backward_over(self.counted_rows)
         if self.worker.shares_process:  # of simulated workers, computing a gradient takes virtual time here
             driver, step, rows = self.worker.driver, pairs[0].replica.step, self._newest_rows
             driver.progress("compute", step)
             driver.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
             driver.progress(USER, step)
         with torch.no_grad():
+            if self.observed is not None:
+                self.observed.before_exchange(backward, pairs)
             for pair in pairs:
                 pair.after_backward(backward)
+            if self.observed is not None:
+                self.observed.after_exchange(backward, pairs)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -217,12 +270,19 @@ class Session:
         self._stated = None
         self._pending.clear()  # of a backward that raised
         self._scale_gradients()
+        if self.observed is not None:
+            self.observed.stepped(pair)
         another_comes = any(pair not in iteration.stepped for iteration in self._rows)
         for iteration in self.iterations:
             iteration.used.add(pair)
             iteration.stepped.add(pair)
         if not another_comes:
             pair.look_ahead()
+
+
+def _weight_to_send(backward: Backward) -> float | None:
+    """Of slices that are sent while backward runs; None where none are."""
+    return None if backward.of_first else backward.weight
 
 
 def in_order(pairs: Iterable[Pair]) -> list[Pair]:
@@ -271,12 +331,12 @@ class Pair:
             nonfinite="raise" if self.together else "apply",
             take_step=self._stepper.plain_step,
             # alone nothing is sent, and the first gradients are compared before they are
-            weigh=lambda: None if first_steps.left or group.size == 1 else session.next_backward().weight,
+            weigh=lambda: None if first_steps.left or group.size == 1 else _weight_to_send(session.next_backward()),
         )
         self.own = {id(p) for p in self.replica.trainable}
         self.gradient_scale = GradientScale(model, self.replica.trainable)
-        self._averages = strategy.needs.mean_gradient and self.together
-        self._keeps = self._averages and not strategy.averages_exactly
+        self.averages = strategy.needs.mean_gradient and self.together
+        self._keeps = self.averages and not strategy.averages_exactly
         self._before: dict[int, Tensor] = {}  # by parameter: the gradient to which the backward under way adds its own
         self._weight = 0.0  # behind the gradients since the last step
         self._backwards = 0  # since the last step
@@ -321,8 +381,10 @@ class Pair:
         self.session.prepared += 1
         self.number = self.session.prepared
         self._stepper.bind(optimizer, self)
-        if self.together:  # a GradScaler then shows itself to `step`, see `check_step`
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        if (
+            self.together
+        ):  # else a GradScaler shows itself to `step`, see `check_step`; of means all see the same infinities
+            optimizer._step_supports_amp_scaling = not self.averages  # type: ignore[attr-defined]
         if self.session.counts_weights:
             self.watch()
         self.gradient_scale.set(self.session.next_backward().scale)
@@ -349,12 +411,14 @@ class Pair:
         def arriving(number: int) -> None:
             if (pair := own()) is None or number in pair._before:
                 return
+            if not (pair._keeps or pair.session.next_backward().of_first):
+                return
             if (gradient := pair.replica.trainable[number].grad) is not None:
                 pair._before[number] = gradient.detach().clone()
 
         parameters = self.replica.trainable
         self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters]
-        if self._keeps:
+        if self._keeps or self.session.observed is not None:
             self._hooks += [p.register_hook(lambda _, i=i: arriving(i)) for i, p in enumerate(parameters)]
 
     def _arrived(self) -> None:
@@ -366,11 +430,41 @@ class Pair:
     def after_backward(self, backward: Backward) -> None:
         """Backward is over, and every gradient is at its parameter."""
         self.gradient_scale.after_backward()
-        weight = self._average(backward) if self._averages else backward.weight
+        if backward.of_first:
+            weight = self._take_first(backward)
+        else:
+            weight = self._average(backward) if self.averages else backward.weight
         self._weight += weight
         self._backwards += 1
 
     def _average(self, backward: Backward) -> float:
+        replica = self.replica
+        self.collect()
+        replica.weight = backward.weight
+        self._first_steps.collected(replica.gradients.joined(), backward.known)
+        with self.without_earlier(), self._exchanging():
+            total = self.strategy.mean_gradients(replica, self.worker, self.state)
+        self._before = {}
+        return total.weight
+
+    def _take_first(self, backward: Backward) -> float:
+        """Worker 0's gradient of this backward becomes everybody's."""
+        replica, group = self.replica, self.worker.mesh.data
+        self.collect()
+        with self.without_earlier(), self._exchanging():
+            replica.gradients.broadcast_(group, 0)
+            grad_mask = int(group.all_gather_json(f"{replica.grad_mask:x}")[0], 16)
+        self._before = {}
+        weight = backward.weight * group.size
+        if self.averages:
+            replica.record_mean(MeanResult(weight, grad_mask << replica.control.width))
+        else:
+            replica.grad_mask = grad_mask
+            replica.executor.show_gradients(grad_mask)
+        return weight if self.averages else backward.weight
+
+    def collect(self) -> None:
+        """Gather every `.grad` into the replica's gradients."""
         replica = self.replica
         if any(p.grad is not None and p.grad.requires_grad for p in replica.trainable):
             raise Unsupported(
@@ -382,17 +476,18 @@ class Pair:
         except RuntimeError:  # of torch, where a gradient does not fit its parameter any more
             replica.check()
             raise
-        replica.weight = backward.weight
-        self._first_steps.collected(replica.gradients.joined(), backward.known)
-        before, self._before = self._before, {}
-        gradients = list(replica.named(replica.gradients).values()) if before else []
-        for number, gradient in before.items():
-            gradients[number].sub_(gradient)
-        with self._exchanging():
-            total = self.strategy.mean_gradients(replica, self.worker, self.state)
-        for number, gradient in before.items():
-            gradients[number].add_(gradient)
-        return total.weight
+
+    @contextmanager
+    def without_earlier(self) -> Iterator[None]:
+        """Within, the collected gradients are what the newest backward added, where what was before is kept."""
+        views = list(self.replica.named(self.replica.gradients).values()) if self._before else []
+        for number, gradient in self._before.items():
+            views[number].sub_(gradient)
+        try:
+            yield
+        finally:
+            for number, gradient in self._before.items():
+                views[number].add_(gradient)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -424,7 +519,7 @@ class Pair:
         """
         weight = self._weight if self._backwards else self.session.next_backward().weight
         check_same(self.worker, [list(p.shape) for p in late])
-        if self._averages:
+        if self.averages:
             for p in late:
                 p.grad = self._mean_of(p.grad, weight)
         self._exchange()
@@ -447,7 +542,7 @@ class Pair:
 
     def _exchange(self) -> None:
         replica = self.replica
-        if not (self._averages and self._backwards):  # gradients set by hand have had no exchange yet
+        if not (self.averages and self._backwards):  # gradients set by hand have had no exchange yet
             replica.collect()
             self._first_steps.collected(replica.gradients.joined(), self.session.next_backward().known)
         weight = self._weight if self._backwards else self.session.next_backward().weight

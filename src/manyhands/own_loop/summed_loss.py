@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 
-_SUM = 2  # `_saved_reduction` of torch's losses
+_MEAN, _SUM = 1, 2  # `_saved_reduction` of torch's losses
 _LEAST_FACTOR = 0.5  # of a sum; a smaller one may divide by what was counted
-_LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
+LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
+_ROW_BY_ROW = _names(
+    "Abs Add Addcdiv Addcmul Alias BinaryCrossEntropy BinaryCrossEntropyWithLogits Cat Clamp ClampMax ClampMin Clone Cos Div Erf Exp Expm1 "
+    "Gelu HardTanh HuberLoss KlDiv LeakyRelu Log Log10 Log1P Log2 LogSigmoid LogSoftmax MaskedFill Maximum Minimum MseLoss Mul Neg NllLoss "
+    "NllLoss2D Pow Reciprocal Relu Rsqrt Rsub Sgn Sigmoid Silu Sin SmoothL1Loss Softmax Softplus Sqrt Sub Tanh ToCopy UnsafeView Unsqueeze View "
+    "Reshape Squeeze Where Select Slice"
+)
+"""Functions that leave rows apart, or would be seen by the length if they did not."""
+_LAYERS = _names(
+    "Addmm Addbmm Baddbmm Bmm Mm Mv Dot Linear Convolution ConvolutionOverrideable MkldnnLinear MkldnnConvolution Embedding "
+    "NativeLayerNorm NativeBatchNorm NativeGroupNorm FusedRmsNorm NativeDropout MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D "
+    "ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention ScaledDotProductFlashAttention"
+)
+"""Where a model's output begins."""
+_PRODUCTS = _names("Addmm Mm")
 _SAME = {"Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Permute"}
 
 
@@ -26,18 +41,34 @@ class Sum:
 
     function: str  # as in the graph: BinaryCrossEntropy, Sum
     length: int | None  # of the first dimension of what is added up; None: torch's losses, which add up over their rows
+    proven: bool = True  # nothing that is known to the contrary lies between it and the layers whose rows it adds up
 
     def over(self, rows: float) -> bool:
         """Whether it can be a sum over so many rows, or over the tokens of so many."""
-        return rows >= _LEAST_ROWS and (self.length is None or self.length % rows == 0)
+        return rows >= LEAST_ROWS and (self.length is None or self.length % rows == 0)
 
 
-def sums_of(loss: Tensor) -> list[Sum]:
-    """The sums over data that a scalar loss consists of, without penalties (sums of parameters alone).
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a loss."""
 
-    Left out is what a divisor may make a mean, and what is not known: own functions, compiled code, small factors.
+    sums: list[Sum]  # over data
+    others: bool  # whether there are more: means, penalties (sums of parameters alone), what is not known
+
+    def scale(self, rows: float) -> bool | None:
+        """Over so many rows: whether the loss is a sum; None where one part of it is, and another one is not, or may not be."""
+        if not any(one.over(rows) for one in self.sums):
+            return False
+        proven = all(one.proven and one.over(rows) for one in self.sums)
+        return True if proven and not self.others else None
+
+
+def terms_of(loss: Tensor) -> Terms:
+    """Those of a loss of one number.
+
+    What a divisor may make a mean is no sum, nor what is not known: own functions, compiled code, small factors.
     """
-    found = []
+    found, others = list[Sum](), False
     ahead: list[tuple[Node, float]] = [(loss.grad_fn, 1.0)] if loss.numel() == 1 else []
     while ahead:
         node, factor = ahead.pop()
@@ -48,6 +79,8 @@ def sums_of(loss: Tensor) -> list[Sum]:
         if reduction is not None:
             if reduction == _SUM and abs(factor) >= _LEAST_FACTOR:
                 found.append(Sum(name, None))
+            else:
+                others = True
         elif name == "Sum":
             sizes = node._saved_self_sym_sizes
             below = node.next_functions[0][0]
@@ -56,14 +89,55 @@ def sums_of(loss: Tensor) -> list[Sum]:
             elif _name(below) == "Stack":
                 ahead += [(part, factor) for part in _parts(below)]
             elif abs(factor) >= _LEAST_FACTOR and not _is_penalty(below, sizes) and not _is_reduced(below):
-                found.append(Sum(name, sizes[0]))
+                found.append(Sum(name, sizes[0], _is_row_by_row(below)))
+            else:
+                others = True
         elif name in ("Mul", "Div"):
             constant = _constant(node)
+            others = others or not constant
             if constant:
                 ahead.append((node.next_functions[0][0], factor * constant if name == "Mul" else factor / constant))
         elif name in _SAME or name in ("Add", "Sub"):
             ahead += [(part, factor) for part in _parts(node)]
-    return found
+        else:
+            others = True
+    return Terms(found, others)
+
+
+def divisor_of(loss: Tensor) -> float | None:
+    """What the mean of a loss divides by, where that is cross entropy's or nll_loss's sum of class weights over the
+    targets that are not ignored; None where it is none of these, or has terms that divide by another number."""
+    found, ahead = set[float](), [cast(Node, loss.grad_fn)]
+    while ahead:
+        node = ahead.pop()
+        name = _name(node)
+        if name in ("NllLoss", "NllLoss2D") and node._saved_reduction == _MEAN:
+            found.add(float(node._saved_total_weight))
+        elif name in ("Mul", "Div") and _constant(node):
+            ahead.append(node.next_functions[0][0])
+        elif name in _SAME or name in ("Add", "Sub"):
+            ahead += _parts(node)
+        elif name:
+            return None
+    return found.pop() if len(found) == 1 else None
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Whether all terms of a loss are means over rows, as torch's losses or `mean()` compute them."""
+    ahead: list[Node] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        name = _name(node)
+        if name in ("Mul", "Div") and _constant(node):
+            ahead.append(node.next_functions[0][0])
+        elif name in _SAME or name in ("Add", "Sub"):
+            ahead += _parts(node)
+        elif not (
+            getattr(node, "_saved_reduction", None) == _MEAN
+            or (name == "Mean" and _is_row_by_row(node.next_functions[0][0]))
+        ):
+            return False
+    return True
 
 
 def _name(node: Node) -> str:
@@ -99,6 +173,69 @@ def _is_penalty(node: Node, sizes: tuple[int, ...]) -> bool:
     return bool(leaves)
 
 
+def _is_row_by_row(node: Node) -> bool:
+    """Whether nothing but functions of one row at a time leads here from the layers of the model."""
+    seen, ahead = {node}, [node]
+    while ahead:
+        one = ahead.pop()
+        name = _name(one)
+        if hasattr(one, "variable") or (name in _LAYERS and not _is_of_rows_with_rows(one, name)):
+            continue
+        if not (name in _ROW_BY_ROW or (name in ("Mean", "Sum") and _keeps_first(one))):
+            return False
+        if getattr(one, "_saved_reduction", 0):  # a loss that is one number already
+            return False
+        ahead += [part for part in _parts(one) if part not in seen]
+        seen.update(_parts(one))
+    return True
+
+
+def rows_meet(loss: Tensor) -> bool:
+    """Whether rows look at each other between the model's last layers and its loss: by a product of outputs with outputs, as
+    in-batch similarities and covariances are, or by variances over rows."""
+    seen, ahead = set[Node](), [cast(Node, loss.grad_fn)]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = _name(node)
+        if name in ("Var", "Std", "VarMean", "StdMean") and not _keeps_first(node):
+            return True
+        if name in _LAYERS:
+            if _is_of_rows_with_rows(node, name):
+                return True
+        else:
+            ahead += _parts(node)
+    return False
+
+
+def _is_of_rows_with_rows(node: Node, name: str) -> bool:
+    """Whether a product has outputs of layers on both sides, and not a layer's weights."""
+    if name not in _PRODUCTS:
+        return False
+    return all(side is not None and _has_layers(side) for side in [part for part, _ in node.next_functions][-2:])
+
+
+def _has_layers(node: Node) -> bool:
+    """Whether a layer leads here; weights that are computed from parameters have none."""
+    seen, ahead = {node}, [node]
+    while ahead:
+        one = ahead.pop()
+        if _name(one) in _LAYERS - {"Mv", "Dot"}:
+            return True
+        ahead += [part for part in _parts(one) if part not in seen]
+        seen.update(_parts(one))
+    return False
+
+
+def _keeps_first(node: Node) -> bool:
+    """Of a mean, a sum or a variance: whether the first dimension stays."""
+    dims = getattr(node, "_saved_dim", None)
+    n = len(getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape)
+    return bool(dims) and not any(dim in (0, -n, 2**64 - n) for dim in dims or ())
+
+
 def _is_reduced(node: Node) -> bool:
     """Whether the first dimension went before: `x.mean(0).sum()` is a mean over rows."""
     while len(_parts(node)) == 1:
@@ -108,43 +245,3 @@ def _is_reduced(node: Node) -> bool:
             return dims is None or any(dim in (0, -n, 2**64 - n) for dim in dims)  # saved without a sign
         (node,) = _parts(node)
     return False
-
-
-# -- what a backward is about to start from -------------------------------------------------------------------------------
-
-_UNDER_WAY: list[list[Sum]] = []
-"""Of each backward that runs; there is one at a time, but for workers that share a process."""
-_watchers = 0
-_watching = threading.Lock()
-_plain_backward = torch.autograd.backward
-
-
-def watch(owner: object) -> Callable[[], object]:
-    """From now on `under_way` knows, until what comes back is called or `owner` is gone."""
-    _count(1)
-    return weakref.finalize(owner, _count, -1)
-
-
-def _count(more: int) -> None:
-    global _watchers
-    with _watching:
-        _watchers += more
-        ours, theirs = (_backward, _plain_backward) if _watchers else (_plain_backward, _backward)
-        if torch.autograd.backward is theirs:
-            torch.autograd.backward = ours
-
-
-def under_way() -> list[Sum]:
-    """The sums of the loss whose backward runs, as far as they are known."""
-    return _UNDER_WAY[-1] if _UNDER_WAY else []
-
-
-def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-    """In place of torch.autograd.backward, which Tensor.backward calls, too."""
-    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    sums = [one for loss in losses for one in sums_of(loss)] if grad_tensors is None else []
-    _UNDER_WAY.append(sums)
-    try:
-        _plain_backward(losses, grad_tensors, *args, **options)
-    finally:
-        _UNDER_WAY[:] = [other for other in _UNDER_WAY if other is not sums]

@@ -1,0 +1,65 @@
+"""Which modules of a script an optimizer steps, found among the objects that live in the process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from manyhands.errors import Unsupported
+
+
+def outermost_modules() -> list[nn.Module]:
+    """All modules of the process that are part of no other module, in the order in which they were made."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def stepped_by(optimizers: Sequence[torch.optim.Optimizer], roots: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """For each optimizer the outermost modules that hold its parameters, and none that trains by another optimizer.
+
+    Where two optimizers step parts of one module, each gets the largest parts that are its own. Raises Unsupported for
+    parameters that are in no module, or in two optimizers.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if owners.setdefault(id(p), number) != number:
+                    raise Unsupported(
+                        f"two optimizers ({type(optimizers[owners[id(p)]]).__name__} and {type(optimizer).__name__}) step the same parameter (shape "
+                        f"{list(p.shape)}): give each optimizer parameters of its own"
+                    )
+    found: list[list[nn.Module]] = [[] for _ in optimizers]
+    ahead = list(reversed(roots))
+    while ahead:
+        module = ahead.pop()
+        numbers = {owners[id(p)] for p in module.parameters() if id(p) in owners}
+        if len(numbers) == 1:
+            found[numbers.pop()].append(module)
+        elif numbers:
+            mixed = [p for p in module._parameters.values() if p is not None and id(p) in owners]
+            for p in mixed:
+                found[owners[id(p)]].append(_holder(p))
+            ahead += reversed([child for child in module._modules.values() if child is not None])
+    for optimizer, modules in zip(optimizers, found, strict=True):
+        _check_complete(optimizer, modules)
+    return found
+
+
+def _holder(parameter: nn.Parameter) -> nn.Module:
+    """A module that holds this parameter, which stays what it is."""
+    return nn.ParameterList([parameter])
+
+
+def _check_complete(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
+    held = {id(p) for module in modules for p in module.parameters()}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
+    if missing:
+        raise Unsupported(
+            f"the optimizer {type(optimizer).__name__} steps a tensor (shape {list(missing[0].shape)}) that is a parameter of no nn.Module: make it one "
+            "(self.weight = nn.Parameter(...)), or call mh.prepare yourself"
+        )

@@ -1,0 +1,124 @@
+"""A script under observation: what kind of program it is, what runs it, and the line of a refusal."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+from manyhands.errors import Unsupported, users_line
+
+LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
+KINDS = (LOOP, KERAS, DISTRIBUTED)
+_GROUPS = {"init_process_group", "Accelerator"}  # who calls these makes a group of processes
+_TRAINERS = {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """How a script is run that knows of no workers."""
+
+    kind: str = LOOP
+    own_batches: bool = False
+    """Each worker draws batches of its own, which together are one."""
+    verify: int = 0
+    """So many steps are compared with one process's first; 0: none."""
+
+
+def kind_of(text: str, *, gpus: int) -> str:
+    """What the text of a script is: a program that makes a group of processes, one that calls Keras' `fit`, or a loop.
+
+    A program that names nccl alone makes its group on GPUs; without any it is a loop.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return LOOP  # Python says where
+    names, modules = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.partition(".")[0])
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+    backends = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    if (
+        modules & _TRAINERS
+        or names & _GROUPS - {"init_process_group"}
+        or ("transformers" in modules and "Trainer" in names)
+    ):
+        return DISTRIBUTED
+    if "init_process_group" in names and (gpus or "nccl" not in backends or "gloo" in backends):
+        return DISTRIBUTED
+    if ("keras" in modules or "keras" in names) and "fit" in names:
+        return KERAS
+    return LOOP
+
+
+def visible_gpus() -> int:
+    """How many this process may use; torch is not loaded where there is no driver."""
+    if not (glob("/dev/nvidia[0-9]*") or Path("/dev/dxg").exists()):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def notes_of(text: str, file: str) -> str:
+    """A line that names lines of the functions that train where a number is divided by the rows of a batch or of the dataset: that number
+    is of worker 0's rows, unless it is the loss after backward()."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return ""
+    lines = set[int]()
+    for function in ast.walk(tree):
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        trains = any(isinstance(call.func, ast.Attribute) and call.func.attr == "backward" for call in calls)
+        if not trains or not isinstance(function, ast.FunctionDef | ast.Module):
+            continue
+        if isinstance(function, ast.Module) and any(isinstance(one, ast.FunctionDef) for one in function.body):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_of_rows(node.right):
+                lines.add(node.lineno)
+    if not lines:
+        return ""
+    where = ", ".join(f"{Path(file).name}:{line}" for line in sorted(lines))
+    return (
+        f"{where}: a number is divided by len(...) while training. The loss is the whole batch's once backward() has returned; other numbers there "
+        "are of worker 0's rows"
+    )
+
+
+def _is_of_rows(node: ast.expr) -> bool:
+    """`len(data)` or `len(loader.dataset)`"""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
+
+
+@contextmanager
+def observed(path: str, observation: Observation, strategy: str | None) -> Iterator[None]:
+    """Within, the script that this process runs is watched."""
+    from manyhands.own_loop.observed.hooks import ObservedLoop
+    from manyhands.own_loop.prepare import session
+
+    own = session()
+    if own.worker.size == 1:
+        yield
+        return
+    notes = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+    loop = ObservedLoop(own, strategy, own_batches=observation.own_batches, note=notes)
+    try:
+        with loop.installed():
+            yield
+    except Exception as error:
+        if (refusal := loop.explain(error)) is None:
+            raise
+        raise Unsupported(f"{users_line(error)}: {refusal}") from error
