@@ -241,9 +241,10 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
         "threads_per_worker": None,
         "timeout_s": 300.0,
         "roles": None,
-        "observation": None,
+        "replaces_gloo": False,
         "tensorboard": None,
         "max_restarts": 0,
+        "around": None,
     }
 
 

@@ -308,6 +308,17 @@ def run(
     with _started(engine, workers) as place:
         from manyhands.own_loop.launch import run_script
 
+        if observation is not None and observation.verify:
+            _verify(
+                script,
+                arguments or [],
+                workers or place.default_workers(),
+                observation.verify,
+                strategy,
+                place,
+                timeout,
+            )
+
         code = run_script(
             script,
             arguments or [],
@@ -318,11 +329,36 @@ def run(
             threads_per_worker=threads_per_worker,
             timeout_s=timeout,
             roles=cast,
-            observation=observation,
+            replaces_gloo=distributed,
             tensorboard=None if tensorboard is None else str(tensorboard),
             max_restarts=max_restarts or 0,
+            around=None if observation is None else options.around_of(observation, strategy, timeout),
         )
     raise typer.Exit(code)
+
+
+def _verify(
+    script: Path, arguments: list[str], workers: int, steps: int, strategy: str, engine: Engine, timeout_s: float
+) -> None:
+    """Raise ManyhandsError where the workers' first steps are not one process's."""
+    from manyhands.evidence.check.rehearsal import rehearse
+
+    if workers == 1:
+        raise BadInput("--verify compares several workers with one process: add -n 2")
+    if not script.is_file():
+        return  # the run itself says so
+    typer.echo(
+        f"manyhands: comparing {count(workers, 'worker')} with one process, without noise and in float64", err=True
+    )
+    found = rehearse(
+        script, arguments, workers=workers, steps=steps, engine=engine, strategy=strategy, timeout_s=timeout_s
+    )
+    if found.difference:
+        raise ManyhandsError(f"{workers} workers are not one process: {found.difference}. Nothing was trained")
+    typer.echo(
+        f"manyhands: {count(found.steps, 'step')}: parameters, losses, rates and rows are one process's (largest relative difference {found.largest:.1g})",
+        err=True,
+    )
 
 
 @app.command()

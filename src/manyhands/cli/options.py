@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,16 @@ from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
-from manyhands.own_loop.observed.script import DISTRIBUTED, KINDS, LOOP, Observation, kind_of, visible_gpus
+from manyhands.own_loop.observed.script import (
+    DISTRIBUTED,
+    KERAS,
+    KINDS,
+    LOOP,
+    Observation,
+    Observed,
+    kind_of,
+    visible_gpus,
+)
 from manyhands.spec import parse
 from manyhands.strategies import CATALOGUE as STRATEGIES
 
@@ -432,7 +442,25 @@ def observation_of(
         check_exact(strategy)
     if runs_as is None and kind != LOOP:
         typer.echo(f"manyhands: {script.name} is run as {kind} (--as decides otherwise)", err=True)
-    return Observation(kind=kind, own_batches=own_batches, verify=verify or 0)
+    return Observation(kind=kind, own_batches=own_batches, verify=verify or 0, chosen=runs_as is None)
+
+
+def around_of(
+    observation: Observation, strategy: str, timeout_s: float
+) -> Callable[[str], AbstractContextManager[None]] | None:
+    """What watches the script on each worker."""
+    if observation.kind == KERAS:
+        from manyhands.keras.fit import FitOnWorkers
+
+        return FitOnWorkers(strategy)
+    if observation.kind == DISTRIBUTED and not observation.chosen:
+        return None
+    return Observed(
+        strategy,
+        own_batches=observation.own_batches,
+        may_make_group=observation.kind == DISTRIBUTED,
+        timeout_s=timeout_s,
+    )
 
 
 def check_exact(strategy: str) -> None:
@@ -440,7 +468,7 @@ def check_exact(strategy: str) -> None:
     from manyhands.strategies import strategy_of
 
     chosen = strategy_of(strategy)
-    if not chosen.traits.exact:
+    if not (chosen.traits.exact and chosen.averages_exactly):
         raise BadInput(
             f"--verify compares the workers with one process step by step, and with strategy {chosen.name} they are not meant to be equal: give --verify with "
             f"allreduce, whose rows and losses are the same, and compare results by `manyhands compare`"

@@ -22,7 +22,6 @@ from manyhands.engines.driver.run_monitor import USER, line_of
 from manyhands.engines.roles import Roles
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsupported, WorkerFailed, users_line
-from manyhands.own_loop.observed.script import Observation
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that
     from manyhands.worker import Worker
 
 T = TypeVar("T")
+Around = Callable[[str], AbstractContextManager[None]]
 
 VARIABLE = "MANYHANDS_STRATEGY"
 _SERVERLESS = "allreduce"
@@ -90,16 +90,17 @@ def run_script(
     threads_per_worker: int | None = None,
     timeout_s: float = 300.0,
     roles: Roles | None = None,
+    replaces_gloo: bool = False,
     tensorboard: str | None = None,
     max_restarts: int = 0,
-    observation: Observation | None = None,
+    around: Around | None = None,
 ) -> int:
     """Run a script on every worker as `python path *args` would; its exit code (the first that is not 0, or 0).
 
     Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With
     roles the processes are another framework's own cluster, as of `Engine.run`: those set how many there are, all of
-    them print, and no strategy is set. observation: the script knows of no workers, and is watched; with roles it asks
-    torch.distributed for gloo, or for none by name, and gets the backend manyhands. SIGTERM reaches the script on every worker, as it would reach `python path`;
+    them print, and no strategy is set; replaces_gloo: where they ask torch.distributed for gloo, or for none by name,
+    they get the backend manyhands. around: entered on each worker for the script's run, with its path. SIGTERM reaches the script on every worker, as it would reach `python path`;
     `train()` inside then checkpoints. max_restarts: so often the script is run again where a worker is lost or
     raises; the variable MANYHANDS_RESTART_COUNT says to it how often that was, and `train(survive="max_restarts=…")`
     inside then goes on from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on
@@ -118,7 +119,7 @@ def run_script(
     spec = replace(_plan(place, count, threads_per_worker, timeout_s), observer=observer)
     if roles is None:
         spec = _with_server(spec, place, strategy, servers, None)
-    program = (str(path), tuple(args), spec.workers > 1)  # arguments of `_as_main`
+    program = (str(path), tuple(args), spec.workers > 1, around)  # arguments of `_as_main`
     if max_restarts and spec.workers == 1:
         raise Unsupported("max_restarts needs several workers: one worker runs the script in this very process")
     restarts = Restarts(max_restarts)
@@ -127,15 +128,12 @@ def run_script(
             while True:
                 try:
                     if roles is None:
-                        call = _Call(_as_main, program, strategy, timeout_s)
-                        if observation is not None:
-                            call = _Call(_as_observed, (*program, observation, strategy), strategy, timeout_s)
-                        place.launch(call, spec)
+                        place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
                     else:
                         run(
                             place,
                             Member(
-                                _as_distributed_of if observation is not None else _as_main_of,
+                                _as_distributed_of if replaces_gloo else _as_main_of,
                                 program,
                                 roles,
                                 tensorboard,
@@ -267,39 +265,36 @@ def _as_distributed_of(cluster: Cluster, *program: Any) -> None:
     _as_main(*program)
 
 
-def _as_observed(path: str, args: Sequence[str], own_process: bool, observation: Observation, strategy: Any) -> None:
-    """A script that knows of no workers."""
-    from manyhands.own_loop.observed.script import observed
-
-    _as_main(path, args, own_process, around=lambda: observed(path, observation, strategy))
-
-
-def _as_main(
-    path: str, args: Sequence[str], own_process: bool, around: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> None:
-    """The script, as `python path *args` runs it; own_process: which ends with it. around: entered for its run."""
+def _as_main(path: str, args: Sequence[str], own_process: bool, around: Around | None) -> None:
+    """The script, as `python path *args` runs it; own_process: which ends with it."""
     if own_process:
         signal.signal(signal.SIGTERM, _terminated)
         if sigterm_came():
             raise Preempted("asked to end (SIGTERM) before the script began: nothing of it ran")
     else:
         leave_sigterm_to_the_system()
+    try:
+        with nullcontext() if around is None else around(path):
+            run_as_main(path, args)
+    except SystemExit as end:
+        _end_as_python_does(own_process)
+        code = 0 if end.code is None else end.code
+        if not isinstance(code, int):  # a text goes to standard error, as the interpreter has it
+            sys.stderr.write(f"{code}\n")
+            code = 1
+        raise SystemExit(code) from None
+    _end_as_python_does(own_process)
+
+
+def run_as_main(path: str, args: Sequence[str]) -> None:
+    """The script's code as `__main__`; manyhands' own errors begin with the script's line."""
     with _command_line(path, args):
         try:
-            with around():
-                runpy.run_path(path, run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
         except ManyhandsError as error:
             if (place := users_line(error)) and not isinstance(error, PeerLost | WorkerFailed):
                 error.args = (f"{place}: {error}",)
             raise
-        except SystemExit as end:
-            _end_as_python_does(own_process)
-            code = 0 if end.code is None else end.code
-            if not isinstance(code, int):  # a text goes to standard error, as the interpreter has it
-                sys.stderr.write(f"{code}\n")
-                code = 1
-            raise SystemExit(code) from None
-        _end_as_python_does(own_process)
 
 
 def _end_as_python_does(own_process: bool) -> None:

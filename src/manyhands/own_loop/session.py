@@ -331,6 +331,7 @@ class Pair:
             nonfinite="raise" if self.together else "apply",
             take_step=self._stepper.plain_step,
             # alone nothing is sent, and the first gradients are compared before they are
+            carries=session.observed is not None and strategy.needs.mean_gradient and strategy.averages_exactly,
             weigh=lambda: None if first_steps.left or group.size == 1 else _weight_to_send(session.next_backward()),
         )
         self.own = {id(p) for p in self.replica.trainable}

@@ -128,13 +128,18 @@ class StepExecutor(ABC):
         )
 
 
-def shards_of(model: nn.Module, allocate: Allocate) -> tuple[ParameterShard, ...]:
-    """The model's trainable parameters, which become views of one flat vector for each dtype."""
+def shards_of(model: nn.Module, allocate: Allocate, spare: int = 0) -> tuple[ParameterShard, ...]:
+    """The model's trainable parameters, which become views of one flat vector for each dtype.
+
+    spare: so many numbers lie behind the gradients, to travel with them.
+    """
     shards = []
     for layout in layouts_of(model):
-        parameters, gradients = (allocate(layout.padded, layout.dtype, layout.device) for _ in range(2))
+        parameters = allocate(layout.padded, layout.dtype, layout.device)
+        sent = allocate(layout.padded + spare, layout.dtype, layout.device)
         layout.attach(parameters)
-        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=gradients))
+        gradients = sent[: layout.padded] if spare else sent
+        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=gradients, sent=sent))
     return tuple(shards)
 
 
@@ -156,13 +161,16 @@ class AutogradExecutor(StepExecutor):
         take_step: Callable[[], Any] | None = None,
         weigh: Callable[[], float | None] | None = None,
         members: Group | None = None,
+        carries: bool = False,
     ) -> None:
-        """loss: None in the user's own loop, which calls backward itself.
+        """carries: a number travels with the gradients, see `Replica.carried`.
+        loss: None in the user's own loop, which calls backward itself.
         weigh: in the user's own loop, the weight of the backward that begins; None: no slices of it are handed out.
         take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
         """
         self._make_model, self._make_optimizer = model, optimizer
         self._loss, self.has_loss = loss, loss is not None
+        self._carries = carries
         self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
         self._take_step, self.weigh, self.has_gradients = take_step, weigh, True
         self.members = SoloGroup() if members is None else members
@@ -174,7 +182,7 @@ class AutogradExecutor(StepExecutor):
     def build(self, allocate: Allocate) -> None:
         make = self._make_model
         self.model = make if isinstance(make, nn.Module) else make()
-        self.shards = shards_of(self.model, allocate)
+        self.shards = shards_of(self.model, allocate, spare=int(self._carries))
         count = sum(len(shard.layout.names) for shard in self.shards)
         self.names, self._parameters, self._grads = [""] * count, [torch.empty(0)] * count, [torch.empty(0)] * count
         for shard in self.shards:

@@ -57,6 +57,7 @@ class Replica:
         self.layout = Layout.joined([shard.layout for shard in self.shards])  # of `FlatVector.joined()`
         self.parameters = FlatVector([shard.parameters for shard in self.shards])
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
+        self._sent = FlatVector([shard.gradients if shard.sent is None else shard.sent for shard in self.shards])
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
         self._computes_alone = False  # nothing of this gradient is to be exchanged
         self.schedule: Any = None
@@ -92,6 +93,7 @@ class Replica:
         micro_batch_size: int | None = None,
         take_step: Callable[[], Any] | None = None,
         weigh: Callable[[], float | None] | None = None,
+        carries: bool = False,
         **options: Any,
     ) -> Self:
         """The replica of a plain model in one worker; see `AutogradExecutor`, and `__init__` for the other options."""
@@ -103,6 +105,7 @@ class Replica:
             micro_batch_size=micro_batch_size,
             take_step=take_step,
             weigh=weigh,
+            carries=carries,
         )
         return cls(executor, group=group, **options)
 
@@ -112,6 +115,13 @@ class Replica:
         if not self.executor.has_gradients:
             raise self.executor.without_gradients()
         return self._gradients
+
+    @property
+    def carried(self) -> Tensor | None:
+        """[1]: a number of which `mean_gradients` takes the mean, too; None where the executor keeps none. It is in the
+        dtype of the first shard."""
+        whole, layout = self._sent.parts[0], self.shards[0].layout
+        return whole[layout.padded :] if len(whole) > layout.padded else None
 
     def join(self, group: Group) -> None:
         """The workers that hold the same shards are this group's from now on. Nothing is moved or copied."""
@@ -256,7 +266,9 @@ class Replica:
         """
         if self._mean is None:
             self.rounds += group.size > 1
-            return self.record_mean(self.gradients.mean_(group, self.weight, self.bits()))
+            if not self.executor.has_gradients:
+                raise self.executor.without_gradients()
+            return self.record_mean(self._sent.mean_(group, self.weight, self.bits()))
         return self._mean
 
     def record_mean(self, total: MeanResult) -> MeanResult:

@@ -35,6 +35,7 @@ class ParameterShard:
     layout: Layout
     parameters: Tensor
     gradients: Tensor
+    sent: Tensor | None = None  # `gradients`, and what travels behind them
     slices: dict[str, ParameterSlice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

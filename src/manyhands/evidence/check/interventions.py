@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,7 @@ _DRAWS = name_set(
     "rand randn randint randperm bernoulli multinomial normal uniform exponential random log_normal cauchy geometric "
     "poisson binomial gumbel_softmax rrelu trunc_normal _sample_dirichlet _standard_gamma"
 )
+_OWN = str(Path(__file__).parents[2])
 _NO_WRITES = name_set("requires_grad_ share_memory_ detach_ rename_")
 
 
@@ -71,15 +73,18 @@ class FunctionMode(TorchFunctionMode):
         guarded: frozenset[int] = frozenset(),
         record: bool = False,
         after: Callable[[FunctionCall, Any], None] | None = None,
+        of_script: bool = False,
     ) -> None:
         """double: floating tensors in arguments become float64, and so does every floating dtype that is requested.
         without: kinds of intervention to apply. batch-norm: running statistics replace the batch's; dropout: p = 0;
             randomness: the midpoint of its range replaces a draw; in-place-change: writes to `guarded` storages
             (given by address) are skipped.
         record: fill `recorded`. after: called with every call and its result.
+        of_script: a whole script runs inside: what manyhands' own code calls is left alone, and so is backward().
         """
         super().__init__()
         self.double, self.without, self.guarded, self.record, self.after = double, without, guarded, record, after
+        self.of_script = of_script
         self.recorded: list[RecordedCall] = []
         self._dtype = torch.get_default_dtype()
 
@@ -101,6 +106,8 @@ class FunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         call = FunctionCall(func, tuple(args), dict(kwargs or {}))
+        if self.of_script and (func is Tensor.backward or sys._getframe(1).f_code.co_filename.startswith(_OWN)):
+            return call.run()
         if call.function is Tensor.backward:
             return self._backward(call)
         if self.double:
@@ -363,28 +370,28 @@ class OperationLog:
         if call.name in METADATA_FUNCTIONS:
             return
         with torch.no_grad():
-            tensors = [t.detach().double() for t in _tensors(result) if t.numel() and not t.is_complex()]
+            tensors = [t.detach().double() for t in tensors_of(result) if t.numel() and not t.is_complex()]
             halves = [t for t in tensors if t.dim() and t.shape[0] % self.rows == 0]
             self.operations.append(
                 OperationRecord(
                     function=call.name,
                     place=source_locations.running(),
                     module=source_locations.module_running(),
-                    whole=_sums(tensors),
-                    first=_sums([t[: t.shape[0] // 2] for t in halves]),
-                    second=_sums([t[t.shape[0] // 2 :] for t in halves]),
+                    whole=sums(tensors),
+                    first=sums([t[: t.shape[0] // 2] for t in halves]),
+                    second=sums([t[t.shape[0] // 2 :] for t in halves]),
                 )
             )
 
 
 def first_change(one: OperationLog, other: OperationLog) -> OperationRecord | None:
     """The first operation in which two passes over the same batch differ."""
-    return _first(one, other, lambda a, b: not _near(a.whole, b.whole, 0.0))
+    return _first(one, other, lambda a, b: not near(a.whole, b.whole, 0.0))
 
 
 def first_mixing(ab: OperationLog, bc: OperationLog) -> OperationRecord | None:
     """Of passes over rows A, B and over rows B, C: the first operation whose values for B differ."""
-    return _first(ab, bc, lambda a, b: not (_near(a.whole, b.whole, 0.0) or _near(a.second, b.first, NOISE)))
+    return _first(ab, bc, lambda a, b: not (near(a.whole, b.whole, 0.0) or near(a.second, b.first, NOISE)))
 
 
 def _first(
@@ -398,15 +405,15 @@ def _first(
     return None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
-def _sums(tensors: list[Tensor]) -> Sums:
+def sums(tensors: list[Tensor]) -> Sums:
     found = []
     for t in tensors:
         # [numel] another factor for each element, so that a permutation changes the sum
@@ -415,7 +422,7 @@ def _sums(tensors: list[Tensor]) -> Sums:
     return tuple(found)
 
 
-def _near(a: Sums, b: Sums, share: float) -> bool:
+def near(a: Sums, b: Sums, share: float) -> bool:
     """Whether all sums differ by at most `share` of the absolute sum; NaN equals NaN."""
     return len(a) == len(b) and all(
         str(x) == str(y) or all(abs(p - q) <= share * max(x[2], y[2]) for p, q in zip(x, y, strict=True))

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -107,6 +107,7 @@ class ObservedLoop:
         self._drawn: dict[str, str] | None = None  # the generators before the newest probe was loaded
         self._now: UnderWay | None = None
         self._said: set[str] = set()
+        self.begins: Callable[[], None] = lambda: None  # called once the first optimizers are prepared
         self._given: Line | None = None  # with own batches: where a loader is iterated
         self._parts = 0  # batches so far of which a worker got a part
         self.note = note
@@ -282,6 +283,8 @@ class ObservedLoop:
         self._optimizers = []
         if not fresh:
             return
+        if not self.session.prepared:
+            self.begins()
         roots, held = outermost_modules(), set[int]()
         for optimizer, modules in zip(fresh, stepped_by(fresh, roots), strict=True):
             self._check_optimizer(optimizer)
@@ -399,8 +402,12 @@ class ObservedLoop:
         return record.ahead
 
     def before_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
-        """Of a probe: whether the loss is a mean or a sum. A collective."""
-        if self._now is None or not backward.of_first:
+        """Of a probe: whether the loss is a mean or a sum. A collective. Else the loss goes along with the gradients."""
+        if self._now is None:
+            return
+        if not backward.of_first:
+            if self._now.roots.loss is not None and (carried := _carried(pairs)) is not None:
+                carried.fill_(self._now.roots.loss.detach() * self._now.factor)
             return
         fed, roots = self._now.fed, self._now.roots
         if fed.deal is not Deal.PROBE or fed.scale is not None or self.session._stated == "sum":
@@ -473,12 +480,15 @@ class ObservedLoop:
         if backward.of_first:
             value = torch.tensor([float(loss.detach())], dtype=torch.float64)
             self.group.broadcast_(value, 0)
+        elif (carried := _carried(pairs)) is not None:
+            value = carried.clone()
+            carried.zero_()
         elif pairs and all(pair.averages for pair in pairs):
             value = torch.tensor([float(loss.detach()) * self._now.factor], dtype=torch.float64)
             self.group.mean_(value, backward.weight if backward.scale else 0.0, 0)
         else:
             return
-        loss.data.fill_(float(value))
+        loss.data.copy_(value.reshape(loss.shape))
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -529,6 +539,12 @@ def _check_dataset(dataset: Any) -> None:
             f"the dataset {type(dataset).__name__} gives each worker a part of its rows already, and manyhands shares the batches: iterate a plain "
             "DataLoader over all rows"
         )
+
+
+def _carried(pairs: Sequence[Pair]) -> Tensor | None:
+    """Where a loss goes along with gradients; those that are sent while backward computes have left before it is known."""
+    replica = pairs[0].replica if pairs else None
+    return None if replica is None or replica.executor.hands_out_slices else replica.carried
 
 
 def _checksum_of(module: nn.Module) -> int:

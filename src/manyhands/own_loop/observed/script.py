@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import Unsupported, users_line
+
+if TYPE_CHECKING:  # it imports torch
+    from manyhands.own_loop.observed.hooks import ObservedLoop
 
 LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
 KINDS = (LOOP, KERAS, DISTRIBUTED)
@@ -23,9 +29,8 @@ class Observation:
 
     kind: str = LOOP
     own_batches: bool = False
-    """Each worker draws batches of its own, which together are one."""
-    verify: int = 0
-    """So many steps are compared with one process's first; 0: none."""
+    verify: int = 0  # so many steps are compared with one process's first; 0: none
+    chosen: bool = False  # by its text
 
 
 def kind_of(text: str, *, gpus: int) -> str:
@@ -103,22 +108,64 @@ def _is_of_rows(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
 
 
-@contextmanager
-def observed(path: str, observation: Observation, strategy: str | None) -> Iterator[None]:
-    """Within, the script that this process runs is watched."""
-    from manyhands.own_loop.observed.hooks import ObservedLoop
-    from manyhands.own_loop.prepare import session
+@dataclass(frozen=True)
+class Observed:
+    """`Observed(...)(path)`: within, the script that this process runs is watched."""
 
-    own = session()
-    if own.worker.size == 1:
-        yield
-        return
-    notes = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
-    loop = ObservedLoop(own, strategy, own_batches=observation.own_batches, note=notes)
-    try:
-        with loop.installed():
+    strategy: str = "allreduce"
+    own_batches: bool = False
+    """Each worker draws batches of its own, which together are one."""
+    may_make_group: bool = False
+    """Until it makes a group of processes: then it is no loop of one process."""
+    timeout_s: float = 300.0
+
+    @contextmanager
+    def __call__(self, path: str) -> Iterator[None]:
+        from manyhands.own_loop.observed.hooks import ObservedLoop
+        from manyhands.own_loop.prepare import session
+
+        own = session()
+        if own.worker.size == 1:
             yield
-    except Exception as error:
-        if (refusal := loop.explain(error)) is None:
-            raise
-        raise Unsupported(f"{users_line(error)}: {refusal}") from error
+            return
+        note = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+        loop = ObservedLoop(own, self.strategy, own_batches=self.own_batches, note=note)
+        try:
+            with loop.installed(), _until_a_group(loop, self.timeout_s) if self.may_make_group else nullcontext():
+                yield
+        except Exception as error:
+            if (refusal := loop.explain(error)) is None:
+                raise
+            raise Unsupported(f"{users_line(error)}: {refusal}") from error
+
+
+@contextmanager
+def _until_a_group(loop: ObservedLoop, timeout_s: float) -> Iterator[None]:
+    """Within, other ranks than the first print once the script makes a group of processes; from then on nothing is
+    watched. A script that shares rows first is a loop, whose other ranks are quiet for good."""
+    import torch.distributed as dist
+
+    from manyhands.own_loop.rank_zero import mute_nonzero_ranks
+
+    plain, output = dist.init_process_group, sys.stdout
+
+    def made(*given: Any, **named: Any) -> None:
+        loop.remove()
+        sys.stdout = output
+        plain(*given, **named)
+
+    def begins() -> None:
+        sys.stdout = output
+        mute_nonzero_ranks(loop.worker, timeout_s)
+
+    with open(os.devnull, "w") as nowhere:
+        if loop.worker.rank:
+            sys.stdout = nowhere
+        dist.init_process_group = dist.distributed_c10d.init_process_group = made
+        loop.begins = begins
+        try:
+            yield
+        finally:
+            dist.init_process_group = dist.distributed_c10d.init_process_group = plain
+            if sys.stdout is nowhere:
+                sys.stdout = output

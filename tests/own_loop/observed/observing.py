@@ -1,0 +1,106 @@
+"""Runs scripts that know of no workers, on several workers and alone: many scripts in one set of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.errors import PeerLost
+from manyhands.own_loop.launch import launch, run_as_main
+from manyhands.own_loop.observed.script import Observed
+from manyhands.worker import current
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script in `scripts/`, its arguments, and how it is observed."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    strategy: str = "allreduce"
+    own_batches: bool = False
+
+    @property
+    def path(self) -> str:
+        return str(SCRIPTS / f"{self.name}.py")
+
+
+@dataclass
+class Ran:
+    """What a run of a script left behind, on worker 0."""
+
+    output: str = ""
+    said: str = ""  # on standard error
+    error: str = ""  # the type and the text of what it raised; "" if nothing
+    dump: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self.dump["parameters"]
+        return found
+
+
+def run_one(program: Program, folder: Path, observed: bool) -> Ran:
+    """The script in a folder of its own; its modules and its changes to torch's defaults are gone afterwards."""
+    ran, dump = Ran(), folder / "dump.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    before, default = set(sys.modules), torch.get_default_dtype()
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            around = Observed(program.strategy, own_batches=program.own_batches) if observed else None
+            with around(program.path) if around else contextlib.nullcontext():
+                run_as_main(program.path, [*program.args, "--dump", str(dump)])
+        except PeerLost:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tests look at it
+            ran.error = f"{type(error).__name__}: {error}"
+    torch.set_default_dtype(default)
+    for name in set(sys.modules) - before:
+        if str(SCRIPTS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    ran.output, ran.said = out.getvalue(), err.getvalue()
+    return ran
+
+
+def _on_worker(programs: Sequence[Program], root: str) -> list[Ran]:
+    worker = current()
+    assert worker is not None
+    found = []
+    for number, program in enumerate(programs):
+        torch.manual_seed(1000 + number * worker.size + worker.rank)  # a script that sets no seed draws its own
+        worker.prepared = None
+        folder = Path(root) / str(number) / (f"rank-{worker.rank}" if worker.rank else "first")
+        ran = run_one(program, folder, observed=True)
+        if worker.rank == 0 and (folder / "dump.pt").is_file():
+            ran.dump = torch.load(folder / "dump.pt", weights_only=False)
+        found.append(ran)
+    return found
+
+
+def on_workers(size: int, programs: Sequence[Program], root: Path) -> list[Ran]:
+    """Worker 0's runs of these scripts, one after the other."""
+    found: list[list[Ran]] = launch(_on_worker, programs, str(root), workers=size, engine="local", threads_per_worker=1)
+    return found[0]
+
+
+def alone(programs: Sequence[Program], root: Path) -> list[Ran]:
+    """One process's runs of these scripts."""
+    found = []
+    for number, program in enumerate(programs):
+        torch.manual_seed(1000 + number)
+        folder = root / str(number)
+        ran = run_one(program, folder, observed=False)
+        if (folder / "dump.pt").is_file():
+            ran.dump = torch.load(folder / "dump.pt", weights_only=False)
+        found.append(ran)
+    return found

@@ -1,0 +1,62 @@
+"""Which modules an optimizer steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.errors import Unsupported
+from manyhands.own_loop.observed.modules import outermost_modules, stepped_by
+
+SGD = torch.optim.SGD
+
+
+class Both(nn.Module):
+    """A generator and a discriminator in one, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_the_outermost_modules_of_the_process() -> None:
+    inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner, nn.ReLU())
+    found = outermost_modules()
+    assert any(one is outer for one in found)
+    assert not any(one is inner or one is outer[1] for one in found)
+
+
+def test_one_model_and_a_model_with_a_head_apart() -> None:
+    body, head, other = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 2)
+    (modules,) = stepped_by([SGD([*body.parameters(), *head.parameters()], 0.1)], [body, other, head])
+    assert modules == [body, head]
+
+
+def test_a_model_of_which_a_part_trains_is_taken_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    assert stepped_by([SGD(model[1].parameters(), 0.1)], [model]) == [[model]]
+
+
+def test_two_optimizers_of_one_module_get_a_part_each() -> None:
+    both = Both()
+    first, second = stepped_by(
+        [SGD([*both.generator.parameters(), both.scale], 0.1), SGD(both.discriminator.parameters(), 0.1)], [both]
+    )
+    assert both.generator in first
+    assert [p for module in first for p in module.parameters() if p is both.scale]
+    assert second == [both.discriminator]
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match=r"two optimizers \(SGD and Adam\).*\[2, 2\]"):
+        stepped_by([SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())], [model])
+
+
+def test_a_tensor_of_no_module_is_refused() -> None:
+    alone = torch.zeros(3, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"shape \[3\].*no nn.Module"):
+        stepped_by([SGD([alone], 0.1)], [])
