@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyhands.worker import Worker, current
 
-Line = tuple[str, int]  # (file, line)
+Line = tuple[str, int, int]  # (file, line, which call of that line)
 _LIBRARIES = tuple(
     f"{Path(module.__file__).parent}/" for module in (torch, sys.modules["manyhands"]) if module.__file__
 )
@@ -70,7 +70,7 @@ def user_line() -> Line:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
 
 
 def shown(line: Line) -> str:

@@ -78,6 +78,7 @@ class Dealer:
 
 
 _SLICES = Dealer()
+_Planned = tuple[list[list[Any]], Reading]  # (the sampler's items of each batch, how this worker reads them)
 
 
 class PreparedLoader(Iterable[Any]):
@@ -135,9 +136,9 @@ class PreparedLoader(Iterable[Any]):
                 "iterate the other one as it was before prepare (its `plain`), or use a strategy in step (allreduce, local-sgd)"
             )
         iteration = Iteration(self.session.pairs & self.pairs)
+        self._passes += 1
         shares = self._shares(iteration)  # before the first batch is asked for, as a DataLoader draws its numbers
         session.begin()
-        self._passes += 1
         self._open = iteration
         session.iterations.add(iteration)
         for pair in in_order(iteration.pairs):
@@ -209,18 +210,37 @@ class PreparedLoader(Iterable[Any]):
         return self._cut(iteration.progress)
 
     def _loaded(self, loader: DataLoader[Any], progress: PassProgress | None) -> Iterator[Share]:
-        """Load own rows only."""
-        worker, own_pace = self.session.worker, self.session.own_pace
+        """Load own rows only. Rank 0's numbers are drawn when `loader` would draw them: the sampler's come with the first
+        batch, unless processes load ahead, or workers may only meet here."""
+        own_pace, drawn = self.session.own_pace, _Drawn(loader)
+        with rng.drawn_alike(self.session.worker.group, generators_of(loader)):
+            batches = _batches_of(loader)
+            drawn.note(0)
+        if own_pace is not None and progress is not None:
+            self._warmup = self.session.worker.group.all_gather_json(own_pace.warmup())[0]
+            plan, reading = self._planned(loader, batches, drawn)
+            reader = reader_of(loader, loader.num_workers)
+            return drawn.along(self._loaded_at_own_pace(reader, plan, reading, own_pace, progress))
+        planned = self._planned(loader, batches, drawn) if loader.num_workers else None
+        return self._loaded_in_step(loader, batches, drawn, planned)
+
+    def _loaded_in_step(
+        self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn, planned: _Planned | None
+    ) -> Iterator[Share]:
+        plan, reading = planned or self._planned(loader, batches, drawn)
+        yield from drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading, self.dealer))
+
+    def _planned(self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn) -> _Planned:
+        """All batches of the pass, and how this worker reads them. A collective: BadInput where workers have other data."""
+        worker = self.session.worker
         with rng.drawn_alike(worker.group, generators_of(loader)):
-            plan, drawn = _plan_of(loader)
+            plan = _plan_of(batches, loader, drawn)
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
         mine = [len(plan), sum(len(batch) for batch in plan)]
-        warmup = 0 if own_pace is None else own_pace.warmup()
-        known = _known_rows(loader.dataset) if self._passes == 0 else None
-        everyone = worker.group.all_gather_json([mine, known, warmup])
-        self._warmup = everyone[0][2]
-        for rank, (theirs, rows, _) in enumerate(everyone):
+        known = _known_rows(loader.dataset) if self._passes == 1 else None
+        everyone = worker.group.all_gather_json([mine, known])
+        for rank, (theirs, rows) in enumerate(everyone):
             if rows != everyone[0][1]:
                 raise BadInput(
                     f"all workers must have the same data, and the training rows of worker {rank} are not those of worker 0: make a random split or "
@@ -233,11 +253,7 @@ class PreparedLoader(Iterable[Any]):
                     f"rank {b}: rows {y[1]}, batches {y[0]}): give every worker the whole dataset, and manyhands "
                     "shares it out"
                 )
-        reading = Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes)
-        reader = reader_of(loader, loader.num_workers)
-        if progress is None or own_pace is None:
-            return drawn.along(_load(reader, plan, reading, self.dealer))
-        return drawn.along(self._loaded_at_own_pace(reader, plan, reading, own_pace, progress))
+        return plan, Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes - 1)
 
     def _loaded_at_own_pace(
         self, reader: RowLoader, plan: list[list[Any]], reading: Reading, own_pace: Pair, progress: PassProgress
@@ -416,13 +432,14 @@ class _Drawn:
                 generator.set_state(state)
 
 
-def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
-    """The pass's global batches as lists of the sampler's items; draws the numbers that `loader` would draw."""
-    sampler: Any = loader.batch_sampler
-    expected = length_of(sampler)
-    plan, drawn = list[list[Any]](), _Drawn(loader)
-    batches = iter(DataLoader(_Keys(), batch_sampler=sampler, collate_fn=list, generator=loader.generator))
-    drawn.note(0)
+def _batches_of(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+    """The sampler's items of each global batch; draws the numbers that `iter(loader)` would draw."""
+    return iter(DataLoader(_Keys(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator))
+
+
+def _plan_of(batches: Iterator[list[Any]], loader: DataLoader[Any], drawn: _Drawn) -> list[list[Any]]:
+    """All of the pass's batches; draws the numbers that `loader` would draw."""
+    expected, plan = length_of(loader.batch_sampler), list[list[Any]]()
     for batch in batches:
         plan.append(batch)
         drawn.note(len(plan))
@@ -432,7 +449,7 @@ def _plan_of(loader: DataLoader[Any]) -> tuple[list[list[Any]], _Drawn]:
                 "return the number of batches"
             )
     drawn.note(len(plan) + 1)
-    return plan, drawn
+    return plan
 
 
 def _known_rows(dataset: Any) -> str | None:

@@ -340,6 +340,8 @@ class Pair:
         self._keeps = self.averages and not strategy.averages_exactly
         self._before: dict[int, Tensor] = {}  # by parameter: the gradient to which the backward under way adds its own
         self._weight = 0.0  # behind the gradients since the last step
+        self._own_weight = 0.0  # of it, this worker's
+        self._of_first = False  # the newest backward was of worker 0 alone
         self._backwards = 0  # since the last step
         self._task = -1  # the last backward that reached this pair
         self._open = False  # stepped since the last `finish`
@@ -436,6 +438,8 @@ class Pair:
         else:
             weight = self._average(backward) if self.averages else backward.weight
         self._weight += weight
+        self._own_weight += backward.weight
+        self._of_first = backward.of_first
         self._backwards += 1
 
     def _average(self, backward: Backward) -> float:
@@ -518,7 +522,9 @@ class Pair:
         It is made with their mean gradient, then their mean; from then on they are parameters like the others. All
         workers unfreeze the same ones, which is compared.
         """
-        weight = self._weight if self._backwards else self.session.next_backward().weight
+        weight = self._own_weight if self._backwards else self.session.next_backward().weight
+        if self._backwards and self._of_first:
+            weight = float(self.worker.rank == 0)
         check_same(self.worker, [list(p.shape) for p in late])
         if self.averages:
             for p in late:
@@ -563,7 +569,7 @@ class Pair:
     def _stepped(self) -> None:
         self.replica.tick += 1
         self.replica.reset_flags()
-        self._weight, self._backwards, self._open, self._looked = 0.0, 0, True, False
+        self._weight, self._own_weight, self._backwards, self._open, self._looked = 0.0, 0.0, 0, True, False
         self._before.clear()  # of a backward that raised
         self.gradient_scale.restore_buffers()
         self.session.after_step(self)

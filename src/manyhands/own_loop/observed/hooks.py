@@ -109,6 +109,9 @@ class ObservedLoop:
         self._said: set[str] = set()
         self.begins: Callable[[], None] = lambda: None  # called once the first optimizers are prepared
         self._given: Line | None = None  # with own batches: where a loader is iterated
+        self._decided_in: dict[
+            Line, tuple[Pass, int]
+        ] = {}  # by the line of a backward: the batch that showed its scale
         self._parts = 0  # batches so far of which a worker got a part
         self.note = note
         session.observed = self
@@ -190,7 +193,7 @@ class ObservedLoop:
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """The script begins a pass over a loader."""
         line = user_line()
-        site = Site(*line, self._number_of(loader.dataset))
+        site = Site(*line[:2], self._number_of(loader.dataset))
         together = self.session.pass_under_way is None  # else each worker is at a batch of its own
         if together:
             self.finish()
@@ -257,10 +260,7 @@ class ObservedLoop:
     def left(self, dealer: PassDealer) -> None:
         """A pass is over."""
         self.loops.ended(dealer.one)
-        if not self.loops.sites[dealer.one.site].training:
-            self._dealers.pop(dealer.one, None)
-        for one in [one for one in self._dealers if not one.open and one is not dealer.one]:
-            del self._dealers[one]
+        self._dealers = {one: held for one, held in self._dealers.items() if one.open or one is dealer.one}
 
     def _number_of(self, dataset: Any) -> int:
         """The same for the same dataset; another one that lies where an earlier one did has a number of its own."""
@@ -410,7 +410,9 @@ class ObservedLoop:
                 carried.fill_(self._now.roots.loss.detach() * self._now.factor)
             return
         fed, roots = self._now.fed, self._now.roots
-        if fed.deal is not Deal.PROBE or fed.scale is not None or self.session._stated == "sum":
+        batch = fed.passes[0], fed.passes[0].fetches
+        known = fed.scale is not None and self._decided_in.get(roots.line) != batch
+        if fed.deal is not Deal.PROBE or known or self.session._stated == "sum":
             return
         own = []
         for pair in pairs:
@@ -424,6 +426,13 @@ class ObservedLoop:
             )
         found = self._judge(own, roots, self._now.rows)
         scale = found if isinstance(found, Scale) else None
+        if fed.scale is not None:
+            if scale is not None and scale is not fed.scale:
+                raise Unsupported(
+                    "this line calls backward() several times for a batch, of a loss that is a mean over rows and of one that is a sum: write one line for each"
+                )
+            return
+        self._decided_in[roots.line] = batch
         again = self.loops.decided(fed, roots.line, scale)
         if isinstance(found, Scale):
             where = shown(fed.passes[0].site.where)
@@ -515,7 +524,7 @@ class ObservedLoop:
     def share(self, rows: Any) -> Any:
         """`mh.share` in an observed loop."""
         line = user_line()
-        site = Site(*line, 0)
+        site = Site(*line[:2], 0)
         found = next((one for one in self._dealers if one.site == site), None)
         if found is None:
             self._prepare()

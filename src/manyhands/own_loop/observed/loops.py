@@ -38,7 +38,7 @@ class Site:
 
     @property
     def where(self) -> Line:
-        return self.file, self.line
+        return self.file, self.line, 0
 
 
 @dataclass
