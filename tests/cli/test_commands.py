@@ -415,6 +415,7 @@ def test_roles_of_another_frameworks_cluster(
         (["--auto", "--engine", "hosts"], "--auto runs a script on engine local"),
         (["--verify", "3"], "add --auto"),
         (["--own-batches"], "add --auto"),
+        (["--share-gpu"], "add --auto"),
         (["--auto", "--verify", "0"], "at least 1, not 0"),
         (["--auto", "--verify", "-1"], "at least 1, not -1"),
         (["--auto", "--verify", "3", "--own-batches"], "N times as large"),

@@ -201,9 +201,10 @@ def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
 
 def test_backward_is_torchs_own_again_without_a_session() -> None:
     gc.collect()
-    assert torch.autograd.backward is backward_watch._plain_backward
+    plain_backward = torch.autograd.backward
+    assert plain_backward is not backward_watch._backward
     session = Session(Worker(size=2))
-    assert torch.autograd.backward is not backward_watch._plain_backward
+    assert torch.autograd.backward is backward_watch._backward
     del session
     gc.collect()
-    assert torch.autograd.backward is backward_watch._plain_backward
+    assert torch.autograd.backward is plain_backward

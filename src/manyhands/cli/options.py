@@ -155,6 +155,9 @@ Verify = Annotated[
         help="First compare K steps of the workers with one process's, without noise, in float64.",
     ),
 ]
+ShareGpu = Annotated[
+    bool, _unchanged("--share-gpu", help="More workers than there are GPUs: several share one in turn.")
+]
 OwnBatches = Annotated[
     bool,
     _unchanged(
@@ -406,6 +409,8 @@ def observation_of(
     runs_as: str | None,
     verify: int | None,
     own_batches: bool,
+    share_gpu: bool,
+    workers: int | None,
     strategy: str,
     roles: str | None,
     engine: str,
@@ -418,13 +423,16 @@ def observation_of(
     if auto and roles is not None:
         raise BadInput("--auto watches a loop, and --roles starts another framework's cluster: leave one of them out")
     if not auto and runs_as is None:
-        given = "--verify" if verify is not None else "--own-batches" if own_batches else ""
+        asked = {"--verify": verify is not None, "--own-batches": own_batches, "--share-gpu": share_gpu}
+        given = next((option for option, one in asked.items() if one), "")
         if given:
             raise BadInput(f"{given} is of a script that knows of no workers: add --auto")
         return None
+    gpus = visible_gpus()
     kind = runs_as or kind_of(
-        script.read_text(encoding="utf-8", errors="replace") if script.is_file() else "", gpus=visible_gpus()
+        script.read_text(encoding="utf-8", errors="replace") if script.is_file() else "", gpus=gpus
     )
+    check_gpus(workers, gpus, share_gpu)
     if auto and kind != DISTRIBUTED and engine != "local":
         raise BadInput(
             f"--auto runs a script on engine local, not on {engine}: leave --engine out, or call mh.prepare in the script"
@@ -443,6 +451,14 @@ def observation_of(
     if runs_as is None and kind != LOOP:
         typer.echo(f"manyhands: {script.name} is run as {kind} (--as decides otherwise)", err=True)
     return Observation(kind=kind, own_batches=own_batches, verify=verify or 0, chosen=runs_as is None)
+
+
+def check_gpus(workers: int | None, gpus: int, share_gpu: bool) -> None:
+    """BadInput for more workers than GPUs, where there are any: two on one are slower than one."""
+    if gpus and workers is not None and workers > gpus and not share_gpu:
+        raise BadInput(
+            f"--workers {workers} are more than the {gpus} GPUs that are visible here, so several would share one: give --workers {gpus}, or --share-gpu"
+        )
 
 
 def around_of(

@@ -20,7 +20,6 @@ Line = tuple[str, int, int]  # (file, line, which call of that line)
 _LIBRARIES = tuple(
     f"{Path(module.__file__).parent}/" for module in (torch, sys.modules["manyhands"]) if module.__file__
 )
-_plain_backward = torch.autograd.backward
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,28 @@ class BackwardWatcher(Protocol):
 
 
 _watchers: list[tuple[weakref.ref[Any], int]] = []  # (watcher, its thread), the newest last
+_replaced: Any = None  # what stands behind `_backward`: torch's own, or engine sim's; None: nobody watches
 _changing = threading.Lock()
 
 
 def watch(watcher: BackwardWatcher) -> None:
     """From now on, until it is gone."""
+    global _replaced
     with _changing:
         _watchers.append((weakref.ref(watcher, lambda _: _forget()), threading.get_ident()))
-        torch.autograd.backward = _backward
+        now = torch.autograd.backward
+        if now is not _backward and (_replaced is None or now.__module__ == "torch.autograd"):
+            _replaced, torch.autograd.backward = now, _backward
 
 
 def _forget() -> None:
+    global _replaced
     with _changing:
         _watchers[:] = [entry for entry in _watchers if entry[0]() is not None]
         if not _watchers and torch.autograd.backward is _backward:
-            torch.autograd.backward = _plain_backward
+            torch.autograd.backward = _replaced
+        if not _watchers:
+            _replaced = None
 
 
 def user_line() -> Line:
@@ -82,12 +88,12 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
     """In place of torch.autograd.backward, which Tensor.backward calls, too."""
     watcher = _watcher_here()
     if watcher is None:
-        _plain_backward(tensors, grad_tensors, *args, **options)
+        _replaced(tensors, grad_tensors, *args, **options)
         return
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
     with watcher.backward_of(Roots(losses, user_line(), all(one is None for one in given))) as scale:
-        _plain_backward(losses, grad_tensors if scale == 1 else _scaled(losses, given, scale), *args, **options)
+        _replaced(losses, grad_tensors if scale == 1 else _scaled(losses, given, scale), *args, **options)
 
 
 def _watcher_here() -> BackwardWatcher | None:

@@ -72,22 +72,19 @@ def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | N
 
     Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the
     first backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train
-    on N times the batch. Three lines make it one process's batch:
-
-        ix = torch.randint(n, (batch_size,), generator=draws)  # draws = torch.Generator().manual_seed(0), alike on all
-        ix = ix.tensor_split(mh.worker().size)[mh.worker().rank]  # this worker's part
-        mh.weight(len(ix))  # before backward(): as many rows count
+    on N times the batch. `rows = mh.share(rows)` makes it one process's batch.
 
     All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
-    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows takes 1/N of one
-    process's step, and a warning names it in the first steps where its graph shows it: divide it by the rows, or keep
-    the sum by `mh.weight("sum")` before `backward()`. With several workers a gradient that is not
+    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows is added up over the
+    workers where its graph shows it in the first steps; a sum in part is named by a warning. `mh.weight("sum")` before
+    `backward()` says it where the graph does not. With several workers a gradient that is not
     finite raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
     DistributedSampler, a batch_size of less than one row a worker, an optimizer over parameters of another module, and
     workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
-    strategy that needs more than a group, later for `step(closure)`, and with several workers for a GradScaler.
+    strategy that needs more than a group, later for `step(closure)`, and for a GradScaler where workers do not average
+    gradients in each step.
     """
     if session().observed is not None:
         raise BadInput(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manyhands.errors import Unsupported
-from manyhands.own_loop.observed.modules import outermost_modules, stepped_by
+from manyhands.own_loop.observed.modules import outermost_modules, replaced, stepped_by
 
 SGD = torch.optim.SGD
 
@@ -50,10 +50,10 @@ def test_two_optimizers_of_one_module_get_a_part_each() -> None:
     assert second == [both.discriminator]
 
 
-def test_a_parameter_of_two_optimizers_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(Unsupported, match=r"two optimizers \(SGD and Adam\).*\[2, 2\]"):
-        stepped_by([SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())], [model])
+def test_an_optimizer_that_a_later_one_replaces() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, apart, second = SGD(model.parameters(), 0.1), SGD(other.parameters(), 0.1), SGD(model.parameters(), 0.01)
+    assert replaced([first, apart, second]) == [first]
 
 
 def test_a_tensor_of_no_module_is_refused() -> None:

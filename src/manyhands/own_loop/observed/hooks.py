@@ -30,7 +30,7 @@ from manyhands.own_loop.first_step_checks import checksum
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.observed.loops import KEPT, Deal, Fed, Loops, Pass, Scale, Site
 from manyhands.own_loop.observed.loss_scale import EXACT, LOW_PRECISION, Unclear, loss_scale
-from manyhands.own_loop.observed.modules import outermost_modules, stepped_by
+from manyhands.own_loop.observed.modules import outermost_modules, replaced, stepped_by
 from manyhands.own_loop.prepare import DEFAULT, prepare_on
 from manyhands.own_loop.prepared_loader import Dealer, PreparedLoader, Share, check_loader, part_of
 from manyhands.own_loop.session import Backward, Pair, Session
@@ -59,8 +59,9 @@ class UnderWay:
 class PassDealer(Dealer):
     """One pass of the script over a loader."""
 
-    def __init__(self, observed: ObservedLoop, one: Pass, trains: bool) -> None:
-        self.observed, self.one, self.trains = observed, one, trains
+    def __init__(self, observed: ObservedLoop, one: Pass, trains: bool, unchecked: DataLoader[Any] | None) -> None:
+        """unchecked: the loader, whose batches must have a row for each worker once they are shared."""
+        self.observed, self.one, self.trains, self.unchecked = observed, one, trains, unchecked
         self.shares: deque[Share] = deque(maxlen=KEPT)
         self.marks: deque[int] = deque(maxlen=KEPT)  # autograd's number when each came
         self.drew = False  # numbers were drawn where the newest batch was loaded
@@ -139,9 +140,7 @@ class ObservedLoop:
 
         @wraps(_plain_start)
         def started(process: Any) -> None:
-            if not observed.paused and any(
-                isinstance(one, nn.Module) for one in (*process._args, *process._kwargs.values())
-            ):
+            if not observed.paused and _holds_model([process._args, process._kwargs]):
                 raise Unsupported(
                     "the script trains in processes of its own, each of which would belong to one worker: run it with python, or leave its processes out"
                 )
@@ -202,10 +201,9 @@ class ObservedLoop:
         one = self.loops.iterated(site)
         record = self.loops.sites[site]
         trains = record.training or (together and not record.evaluating)
-        if record.training:
-            check_loader(loader, self.worker.size)
         _check_dataset(loader.dataset)
-        dealer = self._dealers[one] = PassDealer(self, one, trains)
+        check_loader(loader, 1)
+        dealer = self._dealers[one] = PassDealer(self, one, trains, loader)
         before = self._loaders.get(site)
         shared = self._loaders[site] = PreparedLoader(loader, self.session, dealer)
         if before is not None:
@@ -255,6 +253,9 @@ class ObservedLoop:
             self.note = ""
         if deal is not Deal.WHOLE:
             self._parts += 1
+            if dealer.unchecked is not None:
+                check_loader(dealer.unchecked, self.worker.size)
+                dealer.unchecked = None
         return deal
 
     def left(self, dealer: PassDealer) -> None:
@@ -281,6 +282,9 @@ class ObservedLoop:
         """The optimizers that were made since become pairs. A collective where there are any, of all ranks alike."""
         fresh = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         self._optimizers = []
+        for optimizer in replaced(fresh):
+            fresh.remove(optimizer)
+            optimizer.register_step_pre_hook(_refuse_second)
         if not fresh:
             return
         if not self.session.prepared:
@@ -529,7 +533,7 @@ class ObservedLoop:
         if found is None:
             self._prepare()
             found = self.loops.iterated(site)
-            self._dealers[found] = PassDealer(self, found, True)
+            self._dealers[found] = PassDealer(self, found, True, None)
         dealer = self._dealers[found]
         deal = self.deal(dealer)
         share = part_of(rows, deal, self.worker.rank, self.worker.size)
@@ -554,6 +558,20 @@ def _carried(pairs: Sequence[Pair]) -> Tensor | None:
     """Where a loss goes along with gradients; those that are sent while backward computes have left before it is known."""
     replica = pairs[0].replica if pairs else None
     return None if replica is None or replica.executor.hands_out_slices else replica.carried
+
+
+def _refuse_second(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise Unsupported(
+        f"two optimizers step the same parameters, and {type(optimizer).__name__} was made before the other one: give each optimizer parameters of its "
+        "own, or make the second one where the first is done"
+    )
+
+
+def _holds_model(value: Any) -> bool:
+    """Whether arguments of a process have a module in them."""
+    if isinstance(value, dict):
+        return _holds_model(list(value.values()))
+    return isinstance(value, nn.Module) or (isinstance(value, list | tuple) and any(map(_holds_model, value)))
 
 
 def _checksum_of(module: nn.Module) -> int:

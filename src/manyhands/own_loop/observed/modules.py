@@ -18,21 +18,29 @@ def outermost_modules() -> list[nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
+def replaced(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Those of which a later one steps a parameter, too: scripts make a new optimizer for another part of the training."""
+    taken, found = set[int](), []
+    for optimizer in reversed(optimizers):
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own & taken:
+            found.append(optimizer)
+        taken |= own
+    return found
+
+
 def stepped_by(optimizers: Sequence[torch.optim.Optimizer], roots: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """For each optimizer the outermost modules that hold its parameters, and none that trains by another optimizer.
 
     Where two optimizers step parts of one module, each gets the largest parts that are its own. Raises Unsupported for
-    parameters that are in no module, or in two optimizers.
+    parameters that are in no module.
     """
-    owners: dict[int, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if owners.setdefault(id(p), number) != number:
-                    raise Unsupported(
-                        f"two optimizers ({type(optimizers[owners[id(p)]]).__name__} and {type(optimizer).__name__}) step the same parameter (shape "
-                        f"{list(p.shape)}): give each optimizer parameters of its own"
-                    )
+    owners = {
+        id(p): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     found: list[list[nn.Module]] = [[] for _ in optimizers]
     ahead = list(reversed(roots))
     while ahead:

@@ -1,0 +1,342 @@
+"""Training loops of the shapes that scripts have, on 203 rows in batches of 32; which one is the first argument."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+ROWS, BATCH, EPOCHS = 203, 32, 3
+recorded: dict[str, list] = {"parameters": [], "rates": [], "printed": []}
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(1)
+draws = torch.Generator().manual_seed(0)
+X, Y = torch.randn(ROWS, 10, generator=draws), torch.randint(4, (ROWS,), generator=draws)
+data, held_out = TensorDataset(X, Y), TensorDataset(X[:50], Y[:50])
+train_loader, test_loader = DataLoader(data, BATCH, shuffle=True), DataLoader(held_out, 25)
+
+
+def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    groups = optimizer.param_groups
+    recorded["parameters"].append(torch.cat([p.detach().reshape(-1).clone() for g in groups for p in g["params"]]))
+    recorded["rates"].append([group["lr"] for group in groups])
+
+
+def printed(value: float) -> None:
+    recorded["printed"].append(value)
+    print(value)
+
+
+def network(outputs: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+model = network()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def evaluate(autograd: bool = False) -> float:
+    total = 0.0
+    with torch.set_grad_enabled(autograd):
+        for x, y in test_loader:
+            total += F.cross_entropy(model(x), y, reduction="sum").item()
+    printed(total / len(test_loader.dataset))
+    return total / len(test_loader.dataset)
+
+
+def step(loss: Tensor, by: torch.optim.Optimizer | None = None) -> None:
+    by = by or optimizer
+    by.zero_grad()
+    loss.backward()
+    by.step()
+    printed(loss.item())
+
+
+def fresh_loader() -> None:
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(data, BATCH, shuffle=True):
+            step(F.cross_entropy(model(x), y))
+
+
+def zipped() -> None:
+    other = DataLoader(TensorDataset(X.flip(0), Y.flip(0)), BATCH, shuffle=True)
+    for _ in range(EPOCHS):
+        for (x, y), (u, _) in zip(train_loader, other, strict=True):
+            step(F.cross_entropy(model(x) + model(u), y) + F.mse_loss(model(u), model(x)))
+
+
+def two_iterators() -> None:
+    other = iter(DataLoader(TensorDataset(X.flip(0), Y.flip(0)), BATCH, shuffle=True))
+    for x, y in train_loader:
+        u, _ = next(other)
+        step(F.cross_entropy(model(x), y) + F.mse_loss(model(u), model(x)))
+
+
+def evaluating() -> None:
+    """Before training, inside of it, with autograd on, and after each epoch."""
+    evaluate(autograd=True)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(train_loader):
+            step(F.cross_entropy(model(x), y))
+            if i % 3 == 0:
+                evaluate(autograd=True)
+        evaluate()
+
+
+def next_iter() -> None:
+    for _ in range(12):
+        x, y = next(iter(train_loader))
+        step(F.cross_entropy(model(x), y))
+
+
+def breaking() -> None:
+    for _ in range(EPOCHS + 1):
+        for i, (x, y) in enumerate(train_loader):
+            step(F.cross_entropy(model(x), y))
+            if i == 3:
+                break
+        evaluate()
+
+
+def catching() -> None:
+    for epoch in range(EPOCHS):
+        try:
+            for i, (x, y) in enumerate(train_loader):
+                step(F.cross_entropy(model(x), y))
+                if (epoch, i) == (1, 4):
+                    raise ValueError("bad luck")
+        except ValueError as error:
+            print(error)
+        evaluate()
+
+
+def accumulating() -> None:
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(train_loader):
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if i % 3 == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def gan() -> None:
+    """The generator's loss reaches the discriminator's parameters, too."""
+    generator, discriminator = nn.Linear(5, 10), network(1)
+    of_generator, of_discriminator = (
+        torch.optim.Adam(one.parameters(), 1e-2, betas=(0.5, 0.999)) for one in (generator, discriminator)
+    )
+    criterion = nn.BCEWithLogitsLoss()
+    for _ in range(EPOCHS):
+        for x, _ in train_loader:
+            real, fake = torch.ones(len(x), 1), generator(x[:, :5])
+            discriminator.zero_grad()
+            loss_real = criterion(discriminator(x), real)
+            loss_real.backward()
+            loss_fake = criterion(discriminator(fake.detach()), 1 - real)
+            loss_fake.backward()
+            of_discriminator.step()
+            generator.zero_grad()
+            loss = criterion(discriminator(fake), real)
+            loss.backward()
+            of_generator.step()
+            printed(loss_real.item() + loss_fake.item() + loss.item())
+
+
+def seldom() -> None:
+    """The generator trains with every fourth batch."""
+    generator, critic, number = nn.Linear(5, 10), network(1), 0
+    of_generator, of_critic = (torch.optim.Adam(one.parameters(), 1e-2) for one in (generator, critic))
+    for _ in range(EPOCHS):
+        for x, _ in train_loader:
+            step(-critic(x).mean() + critic(generator(x[:, :5]).detach()).mean(), of_critic)
+            if number % 4 == 0:
+                of_generator.zero_grad()
+                (-critic(generator(x[:, :5])).mean()).backward()
+                of_generator.step()
+            number += 1
+
+
+def thawing() -> None:
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    own, number = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2), 0
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y), own)
+            number += 1
+            if number == 5:
+                for p in model[0].parameters():
+                    p.requires_grad_(True)
+                own.add_param_group({"params": list(model[0].parameters())})
+
+
+def step_lr() -> None:
+    schedule = StepLR(optimizer, 1, gamma=0.7)
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y))
+        schedule.step()
+
+
+def one_cycle() -> None:
+    schedule = OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train_loader))
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y))
+            schedule.step()
+
+
+def plateau() -> None:
+    schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y))
+        schedule.step(evaluate())
+
+
+def class_weights() -> None:
+    criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0]))
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(criterion(model(x), torch.where(x[:, 0] > 0.5, -100, y)))
+
+
+def tokens() -> None:
+    """A mean over the tokens that are not padding."""
+    head = nn.Linear(1, 4)
+    own = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            targets = torch.where(x > x[:, :1], -100, y[:, None])
+            step(F.cross_entropy(head(x[..., None]).transpose(1, 2), targets), own)
+
+
+def summed() -> None:
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y, reduction="sum"))
+
+
+def over_a_constant() -> None:
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.mse_loss(model(x), F.one_hot(y, 4).double(), reduction="sum") / BATCH)
+
+
+def two_scales() -> None:
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            scores = model(x)
+            F.cross_entropy(scores, y).backward(retain_graph=True)
+            loss = scores.square().sum() / 64
+            loss.backward()
+            optimizer.step()
+            printed(loss.item())
+
+
+def scaler() -> None:
+    own = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            own.scale(F.cross_entropy(model(x), y)).backward()
+            own.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            own.step(optimizer)
+            own.update()
+
+
+def ahead() -> None:
+    """The next batch is fetched before the backward of the one before."""
+    for _ in range(EPOCHS):
+        batches = iter(train_loader)
+        coming = next(batches)
+        while coming is not None:
+            x, y = coming
+            loss = F.cross_entropy(model(x), y)
+            coming = next(batches, None)
+            step(loss)
+
+
+def averaging() -> None:
+    """An average of the models so far."""
+    average = copy.deepcopy(model)
+    for _ in range(EPOCHS):
+        for x, y in train_loader:
+            step(F.cross_entropy(model(x), y))
+            with torch.no_grad():
+                for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                    a.lerp_(p, 0.1)
+    recorded["parameters"].append(torch.cat([p.detach().reshape(-1) for p in average.parameters()]))
+
+
+def processes() -> None:
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(data, BATCH, shuffle=True, num_workers=2):
+            step(F.cross_entropy(model(x), y))
+        for x, _ in DataLoader(held_out, 25, num_workers=1):
+            printed(model(x).sum().item())
+
+
+def shared() -> None:
+    """No DataLoader: batches are drawn by hand, and shared."""
+    import manyhands as mh
+
+    for i in range(12):
+        rows = mh.share(torch.randint(ROWS, (BATCH,)))
+        step(F.cross_entropy(model(X[rows]), Y[rows]))
+        if i % 4 == 0:
+            with torch.no_grad():
+                rows = mh.share(torch.randint(ROWS, (BATCH,)))
+                printed(F.cross_entropy(model(X[rows]), Y[rows]).item())
+
+
+def outer_loader() -> None:
+    """Each batch of an outer loader says which rows an inner one has."""
+    for starts in DataLoader(TensorDataset(torch.arange(4) * 50), 2):
+        for start in starts[0].tolist():
+            for x, y in DataLoader(TensorDataset(X[start : start + 50], Y[start : start + 50]), 10):
+                step(F.cross_entropy(model(x), y))
+
+
+def files() -> None:
+    """A log, a checkpoint an epoch, and the best model, which is read back."""
+    best, log = float("inf"), open("log.txt", "a")  # noqa: SIM115 - as scripts do
+    for epoch in range(EPOCHS):
+        for i, (x, y) in enumerate(train_loader):
+            step(F.cross_entropy(model(x), y))
+            log.write(f"{epoch} {i} {recorded['printed'][-1]:.9f}\n")
+        torch.save({"epoch": epoch, "model": model.state_dict()}, f"checkpoint-{epoch}.pt")
+        loss = evaluate()
+        np.save("losses.npy", np.array(recorded["printed"]).round(9))
+        if loss < best:
+            best = loss
+            torch.save(model.state_dict(), "best.pt")
+    log.close()
+    model.load_state_dict(torch.load("best.pt"))
+    evaluate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape")
+    parser.add_argument("--dump", help="a file for the parameters after each step, the rates and what was printed")
+    args = parser.parse_args()
+    hook = register_optimizer_step_post_hook(record)
+    globals()[args.shape]()
+    hook.remove()
+    torch.save(recorded, args.dump)
+
+
+if __name__ == "__main__":
+    main()
