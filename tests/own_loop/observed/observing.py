@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ def _on_worker(programs: Sequence[Program], root: str) -> list[Ran]:
     for number, program in enumerate(programs):
         torch.manual_seed(1000 + number * worker.size + worker.rank)  # a script that sets no seed draws its own
         worker.prepared = None
+        gc.collect()  # models of the script before are none of this one's
         folder = Path(root) / str(number) / (f"rank-{worker.rank}" if worker.rank else "first")
         ran = run_one(program, folder, observed=True)
         if worker.rank == 0 and (folder / "dump.pt").is_file():
@@ -87,9 +89,11 @@ def _on_worker(programs: Sequence[Program], root: str) -> list[Ran]:
     return found
 
 
-def on_workers(size: int, programs: Sequence[Program], root: Path) -> list[Ran]:
-    """Worker 0's runs of these scripts, one after the other."""
-    found: list[list[Ran]] = launch(_on_worker, programs, str(root), workers=size, engine="local", threads_per_worker=1)
+def on_workers(size: int, programs: Sequence[Program], root: Path, served: str | None = None) -> list[Ran]:
+    """Worker 0's runs of these scripts, one after the other. served: a strategy whose server is started with the workers."""
+    found: list[list[Ran]] = launch(
+        _on_worker, programs, str(root), workers=size, strategy=served, engine="local", threads_per_worker=1
+    )
     return found[0]
 
 

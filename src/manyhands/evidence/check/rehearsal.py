@@ -196,8 +196,10 @@ class Comparison:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         facts = {"loss": self.loss, "rates": rates, "rows": self.rows, "kind": type(optimizer).__name__}
         everyone = self.group.all_gather_json(facts)
-        difference = self._differs_in_facts(everyone) or self._differs_in_parameters(optimizer)
-        told = self.group.all_gather_json(difference)[0]
+        found = [self._differs_in_facts(everyone)]
+        if not any(one["kind"] != everyone[0]["kind"] for one in everyone):
+            found.append(self._differs_in_parameters(optimizer))
+        told = self.group.all_gather_json(", and ".join(filter(None, found)))[0]
         if told:
             self._explain(told)
             raise _Enough

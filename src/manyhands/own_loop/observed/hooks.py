@@ -510,18 +510,18 @@ class ObservedLoop:
         step = pair.replica.step
         if not pair.averages or not (step in _CHECKED or step % _CHECKED_EVERY == 0):
             return
-        named = [(name, checksum(value)) for name, value in pair.replica.named(pair.replica.parameters).items()]
-        others = [module for reference in self._watched if (module := reference()) is not None]
-        named += sorted((type(module).__name__, _checksum_of(module)) for module in others)
-        first, *everyone = self.group.all_gather_json([value for _, value in named])
-        for rank, theirs in enumerate(everyone, start=1):
-            if theirs != first:
-                pairs = zip(named, first, theirs, strict=False)
-                name = next((name for (name, _), a, b in pairs if a != b), "the number of modules")
-                raise ManyhandsError(
-                    f"after step {step} {name} of worker {rank} is not what it is on worker 0. Something other than the optimizer's step changes it on each "
-                    "worker by its own rows: change it by what all workers have (parameters, gradients after backward), or train in one process"
-                )
+        own = {name: [checksum(value)] for name, value in pair.replica.named(pair.replica.parameters).items()}
+        for module in [module for reference in self._watched if (module := reference()) is not None]:
+            own.setdefault(f"a {type(module).__name__}", []).append(_checksum_of(module))
+        first, *others = self.group.all_gather_json({name: sorted(found) for name, found in own.items()})
+        for rank, theirs in enumerate(others, start=1):
+            for name, found in first.items():
+                other = theirs.get(name, found)
+                if other != found and len(other) == len(found):  # of garbage one worker may have more left
+                    raise ManyhandsError(
+                        f"after step {step} {name} of worker {rank} is not what it is on worker 0. Something other than the optimizer's step changes it on each "
+                        "worker by its own rows: change it by what all workers have (parameters, gradients after backward), or train in one process"
+                    )
 
     # -- rows that no DataLoader gave ----------------------------------------------------------------------------------
 

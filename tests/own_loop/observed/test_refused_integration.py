@@ -1,0 +1,91 @@
+"""What several workers cannot run is refused in one line that names the script's line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from observing import SCRIPTS, Program, Ran, on_workers
+from typer.testing import CliRunner
+
+from manyhands.cli.commands import app
+
+REFUSED = {
+    "no_loader": "follows no DataLoader's batch.*mh.share.*--own-batches",
+    "closure": r"step\(closure\) evaluates the model several times",
+    "lbfgs": r"LBFGS's step\(closure\)",
+    "contrast": "rows of a batch look at each other in the loss",
+    "contrast_with_constant_keys": "neither a mean nor a sum over rows",
+    "normalized_over_the_batch": "neither a mean nor a sum over rows",
+    "penalized_sum": "neither a mean nor a sum over rows",
+    "sampler": "DistributedSampler",
+    "data_parallel": "not one in DataParallel",
+    "processes": "trains in processes of its own",
+    "spawned": "trains in processes of its own",
+    "prepared": "calls mh.prepare.*leave --auto out",
+    "small_batches": "batch_size=1 is for all workers together",
+    "few_shared": "1 row for 2 workers",
+    "shared_apart": "equally many rows",
+    "tensor": r"shape \[10, 4\].*no nn.Module",
+    "sharded_data": "gives each worker a part of its rows already",
+    "late": "comes for the first time after the rows were shared",
+    "second_optimizer": "another optimizer|two optimizers",
+}
+
+
+DRIFTING = {
+    "drift": "must be equal, and differ at step 7",
+    "drifting_average": "after step 10 a Linear of worker 1 is not what it is on worker 0",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    names = [*REFUSED, *DRIFTING]
+    programs = [Program("refused", (name,)) for name in names]
+    programs.append(Program("refused", ("own_loader",), own_batches=True))
+    ran = on_workers(2, programs, tmp_path_factory.mktemp("refused"))
+    return dict(zip([*names, "own_loader"], ran, strict=True))
+
+
+@pytest.mark.xdist_group("refused scripts")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_scripts_line(name: str, refused: dict[str, Ran]) -> None:
+    error = refused[name].error
+    assert error.startswith(("Unsupported: refused.py, line ", "BadInput: refused.py, line "))
+    assert "trained" not in refused[name].output
+    assert re.search(REFUSED[name], error), error
+
+
+@pytest.mark.xdist_group("refused scripts")
+@pytest.mark.parametrize("name", DRIFTING)
+def test_models_that_drift_apart_are_named(name: str, refused: dict[str, Ran]) -> None:
+    assert refused[name].error.startswith("ManyhandsError: refused.py, line ")
+    assert DRIFTING[name] in refused[name].error
+
+
+@pytest.mark.xdist_group("refused scripts")
+def test_own_batches_and_a_loader(refused: dict[str, Ran]) -> None:
+    assert "BadInput: refused.py, line " in refused["own_loader"].error
+    assert (
+        "--own-batches is for a loop that draws its batches itself, and the DataLoader of refused.py:"
+        in refused["own_loader"].error
+    )
+
+
+@pytest.mark.slow
+def test_a_model_of_one_batch_size_ends_with_exit_code_2() -> None:
+    """The other worker fails on its part of the second batch, while the first one waits for it."""
+    ended = CliRunner().invoke(app, ["run", "--auto", "-n", "2", str(SCRIPTS / "refused.py"), "one_batch_size"])
+    assert ended.exit_code == 2
+    assert "refused.py, line " in ended.stderr
+    assert "the batch size must not be fixed" in ended.stderr
+
+
+@pytest.mark.slow
+def test_own_batches(tmp_path: Path) -> None:
+    """Each worker draws its own: the batch is N times as large, and models stay equal."""
+    (ran,) = on_workers(2, [Program("own_batches", own_batches=True)], tmp_path)
+    assert not ran.error, ran.said
+    assert ran.dump["different"]
