@@ -1,7 +1,7 @@
 """What README and docs show is true: their Python and shell snippets run as they stand, their links and tests exist.
 
 The marks above fences that say otherwise are in pages.py. Python blocks of a page share one namespace. A ```diff block is a
-script before and after: its new side is saved as train.py for the shell lines of its page. Commands that train get
+script before and after: its sides are saved as train.py and prepared.py for the shell lines of its page. Commands that train get
 `--max-steps`, so that all of this takes seconds.
 """
 
@@ -71,11 +71,11 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of train.py, README's own script, have a test of their own."""
+    """Those of README's own script have a test of their own."""
     monkeypatch.chdir(tmp_path)
     write_scripts(tmp_path)
     for i, words in enumerate(commands(page)):
-        if "train.py" not in words:
+        if not {"train.py", "prepared.py"} & set(words):
             follow(words, tmp_path / str(i))
 
 
@@ -114,7 +114,7 @@ def limits(words: list[str], folder: Path) -> list[str]:
 def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CASE 1: through the user's own loop."""
     printed = []
-    for name, new in (("plain.py", False), ("train.py", True)):
+    for name, new in (("train.py", False), ("prepared.py", True)):
         (tmp_path / name).write_text(script(new))
         runpy.run_path(str(tmp_path / name), run_name="__main__")
         printed.append(capsys.readouterr().out)
@@ -131,8 +131,9 @@ def test_commands_of_the_script_run(
     """The first rank prints, the others are quiet."""
     monkeypatch.chdir(tmp_path)
     write_scripts(tmp_path)
-    ran = [words for words in commands(ROOT / "README.md") if words[-1] == "train.py" and words[0] != "python"]
-    assert [words[0] for words in ran] == ["manyhands", "torchrun", "manyhands"]
+    scripts = ("train.py", "prepared.py")
+    ran = [words for words in commands(ROOT / "README.md") if words[-1] in scripts and words[0] != "python"]
+    assert [words[0] for words in ran] == ["manyhands"] * 4 + ["torchrun"]
     for words in ran:
         output = run(words, tmp_path) if words[0] == "torchrun" else ran_here(words, capfd)
         assert output.count("epoch") == 3
