@@ -145,6 +145,13 @@ def rule() -> str:
 
 def write_scripts(folder: Path) -> None:
     """The files that pages name."""
-    texts = {"my.py": TASK, "ddp.py": DDP, "tf.py": ROLE, "train.py": script(new=False), "prepared.py": script(new=True), "half.py": rule()}
+    texts = {
+        "my.py": TASK,
+        "ddp.py": DDP,
+        "tf.py": ROLE,
+        "train.py": script(new=False),
+        "prepared.py": script(new=True),
+        "half.py": rule(),
+    }
     for name, text in texts.items():
         (folder / name).write_text(text)

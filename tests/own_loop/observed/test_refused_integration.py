@@ -30,6 +30,7 @@ REFUSED = {
     "tensor": r"shape \[10, 4\].*no nn.Module",
     "sharded_data": "gives each worker a part of its rows already",
     "late": "comes for the first time after the rows were shared",
+    "no_optimizer": "no torch.optim.Optimizer steps",
     "second_optimizer": "another optimizer|two optimizers",
 }
 

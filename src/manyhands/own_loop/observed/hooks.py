@@ -72,8 +72,9 @@ class PassDealer(Dealer):
 
     @override
     def dealt(self, share: Share) -> None:
-        self.shares.append(share)
-        self.marks.append(_autograd_number())
+        if torch.is_grad_enabled():  # else no backward is of it
+            self.shares.append(share)
+            self.marks.append(_autograd_number())
 
     @override
     def left(self) -> None:
@@ -335,6 +336,11 @@ class ObservedLoop:
             with self._without_loader(roots):
                 yield 1.0
             return
+        if not self.session.prepared:
+            raise Unsupported(
+                "no torch.optim.Optimizer steps what this backward computes gradients for, and workers agree where an optimizer steps: use one, "
+                "torch.optim.SGD say, in place of updates by hand"
+            )
         dealer = self._dealers[fed.passes[0]]
         share = dealer.shares[-1 - min(fed.ahead, len(dealer.shares) - 1)]
         stated = self.session._stated
@@ -359,9 +365,6 @@ class ObservedLoop:
 
     @contextmanager
     def _without_loader(self, roots: Roots) -> Iterator[None]:
-        if not self.own_batches and not self._optimizers and not self.session.pairs:
-            yield  # nothing trains here
-            return
         for optimizer in [one for reference in self._optimizers if (one := reference()) is not None]:
             self._check_optimizer(optimizer)
         if not self.own_batches:

@@ -106,12 +106,14 @@ class Loops:
         """The script asks a pass for its next batch. autograd: whether gradients are computed where it asks."""
         self._now += 1
         record = self.sites[one.site]
+        if not autograd:
+            record.evaluating = True
+            return Deal.WHOLE
         if one.fetched >= 0 and not one.fed:
             record.evaluating = True
-        one.fed, one.fetches = False, one.fetches + 1
-        one.fetched = self._now if autograd else -1
+        one.fed, one.fetches, one.fetched = False, one.fetches + 1, self._now
         self._passes = [other for other in self._passes if other.open]
-        deal = record.next_deal() if autograd else Deal.WHOLE
+        deal = record.next_deal()
         record.probes += deal is Deal.PROBE
         one.deals.append(deal)
         return deal

@@ -151,6 +151,15 @@ def second_optimizer() -> None:
         optimizer.step()
 
 
+def no_optimizer() -> None:
+    global optimizer
+    del optimizer
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+
 def drift() -> None:
     """A parameter is changed by hand, on each worker by its own rows."""
     for x, y in loader:
