@@ -28,7 +28,8 @@ import manyhands as mh
 import own_loop
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
-from manyhands.own_loop.observed.hooks import ObservedLoop
+from manyhands.own_loop.observed.hooks import installed
+from manyhands.own_loop.observed.loop import ObservedLoop
 from manyhands.own_loop.prepare import session
 from manyhands.worker import Worker
 
@@ -57,7 +58,7 @@ def trained(worker: Worker, model: str, strategy: str, batches: int, *, observed
         module, optimizer, loader = mh.prepare(module, optimizer, loader, strategy=strategy)
         loop(module, optimizer, loader)
         return began, times
-    with ObservedLoop(session(), strategy).installed():
+    with installed(ObservedLoop(session(), strategy)):
         module = step.MODELS[MODELS[model][0]][0]()
         optimizer, loader = own_loop.noted(step.optimizer_of(module), times), own_loop.loader_of(model, batches)
         worker.group.barrier()

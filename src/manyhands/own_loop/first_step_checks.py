@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from manyhands.own_loop import summed_loss
+from manyhands.own_loop import loss_graph
 from manyhands.own_loop.backward_watch import Line, Roots, shown
 from manyhands.worker import Worker
 
@@ -66,9 +66,9 @@ class FirstLosses:
         if rows is None or not left or self.worker.size == 1 or roots.loss is None:
             return rows is not None and roots.line in self._sums
         self._left[roots.line] = left - 1
-        terms = summed_loss.terms_of(roots.loss)
+        terms = loss_graph.terms_of(roots.loss)
         own = (
-            None if rows < summed_loss.LEAST_ROWS else {True: "sum", False: "other", None: "unclear"}[terms.scale(rows)]
+            None if rows < loss_graph.LEAST_ROWS else {True: "sum", False: "other", None: "unclear"}[terms.scale(rows)]
         )
         everybodys = self.worker.group.all_gather_json(own) if together else [own]
         found = set(everybodys) - {None}

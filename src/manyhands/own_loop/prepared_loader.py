@@ -104,7 +104,7 @@ class PreparedLoader(Iterable[Any]):
         self.plain, self.session, self.dealer = plain, session, dealer
         self.pairs = WeakSet[Pair]()  # whose models it trains: those that it was prepared with, then as seen in a pass
         self._open: Iteration | None = None
-        self._passes = 0
+        self.passes = 0
         self._warmup = 0  # slices that worker 0 trains alone in the pass under way
         self._idle_told = False
         check_loader(plain, session.worker.size if dealer is _SLICES else 1)
@@ -136,7 +136,7 @@ class PreparedLoader(Iterable[Any]):
                 "iterate the other one as it was before prepare (its `plain`), or use a strategy in step (allreduce, local-sgd)"
             )
         iteration = Iteration(self.session.pairs & self.pairs)
-        self._passes += 1
+        self.passes += 1
         shares = self._shares(iteration)  # before the first batch is asked for, as a DataLoader draws its numbers
         session.begin()
         self._open = iteration
@@ -238,7 +238,7 @@ class PreparedLoader(Iterable[Any]):
             with rng.kept():
                 seed = int(torch.randint(2**62, ()).item())
         mine = [len(plan), sum(len(batch) for batch in plan)]
-        known = _known_rows(loader.dataset) if self._passes == 1 else None
+        known = _known_rows(loader.dataset) if self.passes == 1 else None
         everyone = worker.group.all_gather_json([mine, known])
         for rank, (theirs, rows) in enumerate(everyone):
             if rows != everyone[0][1]:
@@ -253,7 +253,7 @@ class PreparedLoader(Iterable[Any]):
                     f"rank {b}: rows {y[1]}, batches {y[0]}): give every worker the whole dataset, and manyhands "
                     "shares it out"
                 )
-        return plan, Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self._passes - 1)
+        return plan, Reading(rank=worker.rank, size=worker.size, seed=seed, epoch=self.passes - 1)
 
     def _loaded_at_own_pace(
         self, reader: RowLoader, plan: list[list[Any]], reading: Reading, own_pace: Pair, progress: PassProgress

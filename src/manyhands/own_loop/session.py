@@ -87,6 +87,9 @@ class BackwardObserver(Protocol):
     def after_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
         """The gradients are what the step will see."""
 
+    def stepping(self, pair: Pair) -> None:
+        """A pair is about to make a step."""
+
     def stepped(self, pair: Pair) -> None:
         """A pair has made a step."""
 
@@ -556,6 +559,8 @@ class Pair:
         if not self._inside:  # of a loop without a prepared loader, or with one that has not trained before
             self._refuse_warmup()
             self.enter()
+        if self.session.observed is not None:
+            self.session.observed.stepping(self)
         self.look_ahead()
         self._watch_rates()
         replica.weight = weight

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.own_loop import summed_loss
+from manyhands.own_loop import loss_graph
 from manyhands.own_loop.observed.loops import Scale
 from manyhands.own_loop.observed.loss_scale import EXACT, LOW_PRECISION, Unclear, loss_scale, predictions
 
@@ -87,7 +87,7 @@ def measured(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor
     """(gradient [D], loss, what the loss counts) of one worker's rows."""
     model.zero_grad()
     value = loss.of(model(x), y)
-    divisor = summed_loss.divisor_of(value)
+    divisor = loss_graph.divisor_of(value)
     value.backward()
     counted = loss.stated(y) if loss.stated else float(len(y)) if divisor is None else divisor
     return (

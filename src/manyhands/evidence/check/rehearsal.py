@@ -38,7 +38,8 @@ from manyhands.evidence.check.interventions import (
 )
 from manyhands.evidence.check.source_locations import running
 from manyhands.own_loop.launch import launch, run_as_main
-from manyhands.own_loop.observed.hooks import ObservedLoop
+from manyhands.own_loop.observed.hooks import installed
+from manyhands.own_loop.observed.loop import ObservedLoop
 from manyhands.own_loop.prepare import session
 from manyhands.worker import Worker, as_current, current
 
@@ -90,12 +91,12 @@ def _rehearse(path: str, args: Sequence[str], strategy: str, workers: int, steps
     else:
         worker = Worker(rank=here.rank, size=workers, group=group, driver=here.driver, threads=here.threads)
     rng.take_first(here.group)
-    comparison = Comparison(here.group, worker, steps)
+    comparison = StepComparison(here.group, worker, steps)
     with ExitStack() as stack:
         stack.enter_context(as_current(worker))
         stack.enter_context(eager())
         if not alone:
-            stack.enter_context(ObservedLoop(session(), strategy).installed())
+            stack.enter_context(installed(ObservedLoop(session(), strategy)))
         stack.enter_context(comparison.installed())
         stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115 - as long as the process
         try:
@@ -108,7 +109,7 @@ def _rehearse(path: str, args: Sequence[str], strategy: str, workers: int, steps
 
 
 @dataclass
-class Comparison:
+class StepComparison:
     """What one process knows of the steps, and compares with all others. Rank `size - 1` of the group runs alone."""
 
     group: Group

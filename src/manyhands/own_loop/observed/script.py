@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.errors import Unsupported, users_line
 
 if TYPE_CHECKING:  # it imports torch
-    from manyhands.own_loop.observed.hooks import ObservedLoop
+    from manyhands.own_loop.observed.loop import ObservedLoop
 
 LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
 KINDS = (LOOP, KERAS, DISTRIBUTED)
@@ -121,7 +121,8 @@ class Observed:
 
     @contextmanager
     def __call__(self, path: str) -> Iterator[None]:
-        from manyhands.own_loop.observed.hooks import ObservedLoop
+        from manyhands.own_loop.observed.hooks import installed
+        from manyhands.own_loop.observed.loop import ObservedLoop
         from manyhands.own_loop.prepare import session
 
         own = session()
@@ -131,7 +132,7 @@ class Observed:
         note = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
         loop = ObservedLoop(own, self.strategy, own_batches=self.own_batches, note=note)
         try:
-            with loop.installed(), _until_a_group(loop, self.timeout_s) if self.may_make_group else nullcontext():
+            with installed(loop), _until_a_group(loop, self.timeout_s) if self.may_make_group else nullcontext():
                 yield
         except Exception as error:
             if (refusal := loop.explain(error)) is None:
@@ -150,7 +151,7 @@ def _until_a_group(loop: ObservedLoop, timeout_s: float) -> Iterator[None]:
     plain, output = dist.init_process_group, sys.stdout
 
     def made(*given: Any, **named: Any) -> None:
-        loop.remove()
+        loop.leave()
         sys.stdout = output
         plain(*given, **named)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plain
-from manyhands.own_loop import backward_watch, summed_loss
+from manyhands.own_loop import backward_watch, loss_graph
+from manyhands.own_loop.loss_graph import divisor_of, rows_meet, terms_of
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
-from manyhands.own_loop.summed_loss import divisor_of, rows_meet, terms_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -132,7 +132,7 @@ def test_what_a_loss_divides_by(name: str) -> None:
 
 
 def test_few_rows_are_no_evidence() -> None:
-    assert not summed_loss.Sum("Sum", 2).over(2)
+    assert not loss_graph.Sum("Sum", 2).over(2)
 
 
 # -- in the loop -----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def with_a_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_summed_loss_is_one_process(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_graph_is_one_process(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     expected = plain.flat(train_plain(loss=loss_over_rows, epochs=2)[0])
     for got in together(size, lambda worker: train(Session(worker), loss_over_rows)):
         assert (got - expected).abs().max() < 1e-10

@@ -1,11 +1,13 @@
-"""Whether a loss adds up over the rows of its batch, read from its graph before backward uses it up."""
+"""What a loss's graph shows before backward uses it up: whether the loss adds up over rows, what it divides by, when it began."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -49,7 +51,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossTerms:
     """The terms of a loss."""
 
     sums: list[Sum]  # over data
@@ -63,7 +65,7 @@ class Terms:
         return True if proven and not self.others else None
 
 
-def terms_of(loss: Tensor) -> Terms:
+def terms_of(loss: Tensor) -> LossTerms:
     """Those of a loss of one number.
 
     What a divisor may make a mean is no sum, nor what is not known: own functions, compiled code, small factors.
@@ -101,7 +103,7 @@ def terms_of(loss: Tensor) -> Terms:
             ahead += [(part, factor) for part in _parts(node)]
         else:
             others = True
-    return Terms(found, others)
+    return LossTerms(found, others)
 
 
 def divisor_of(loss: Tensor) -> float | None:
@@ -138,6 +140,32 @@ def is_mean(loss: Tensor) -> bool:
         ):
             return False
     return True
+
+
+def first_number(loss: Tensor) -> float:
+    """Autograd's number of the node that was made first; infinity where there is none."""
+    return min((node._sequence_nr() for node in _nodes(loss) if not hasattr(node, "variable")), default=math.inf)
+
+
+def next_number() -> int:
+    """Greater than those of all autograd nodes so far, less than those to come."""
+    with torch.enable_grad():
+        return int(cast(Node, (torch.zeros((), requires_grad=True) * 1).grad_fn)._sequence_nr())
+
+
+def has_casts(loss: Tensor) -> bool:
+    """Whether a tensor's dtype was changed on the way to the loss, as autocast does."""
+    return any(_name(node) == "ToCopy" for node in _nodes(loss))
+
+
+def _nodes(loss: Tensor) -> Iterator[Node]:
+    seen, ahead = set[Node](), [cast(Node, loss.grad_fn)]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            ahead += _parts(node)
 
 
 def _name(node: Node) -> str:
