@@ -21,9 +21,28 @@ SHAPES = (
         "gan",
     ),
     *("seldom", "thawing", "step_lr", "one_cycle", "plateau", "class_weights", "tokens", "summed", "over_a_constant"),
-    *("two_scales", "scaler", "ahead", "averaging", "processes", "shared", "outer_loader"),
+    *(
+        "two_scales",
+        "scaler",
+        "ahead",
+        "averaging",
+        "processes",
+        "shared",
+        "outer_loader",
+        "weighted_sampler",
+        "stream",
+    ),
 )
 OWN_NUMBERS = {"two_scales"}  # these print a loss that is not what backward() starts from
+COMPLAINTS = {
+    "accelerate#2773: rates advance N times as fast": ("step_lr", "one_cycle"),
+    "accelerate#3547: streams are shared twice": ("stream",),
+    "transformers#37474: tokens are normalised by the wrong number": ("tokens", "class_weights"),
+    "Lightning#7929: evaluation is padded": ("evaluating", "plateau"),
+    "Lightning#1995, ray#22406: samplers are replaced": ("weighted_sampler",),
+    "ray#63285: the last rows are dropped": ("fresh_loader",),
+}
+"""What other libraries' users reported, and the shapes that show it here."""
 WITHIN = 1e-10
 Runs = Callable[[int], dict[str, Ran]]
 
@@ -57,6 +76,17 @@ def test_one_process(shape: str, size: int, runs: Runs) -> None:
     assert len(ran.dump["printed"]) == len(expected.dump["printed"])
     if shape not in OWN_NUMBERS:
         assert ran.dump["printed"] == pytest.approx(expected.dump["printed"], abs=1e-9)
+
+
+@pytest.mark.xdist_group("observed shapes")
+@pytest.mark.parametrize("complaint", COMPLAINTS)
+def test_complaints_about_others(complaint: str, runs: Runs) -> None:
+    """Steps, rates and numbers are one process's: as many steps, the same rates, the same evaluation."""
+    for shape in COMPLAINTS[complaint]:
+        expected, ran = runs(0)[shape].dump, runs(3)[shape].dump
+        assert ran["rates"] == expected["rates"]
+        assert ran["printed"] == pytest.approx(expected["printed"], abs=1e-9)
+        assert (ran["parameters"][-1] - expected["parameters"][-1]).abs().max() < WITHIN
 
 
 @pytest.mark.xdist_group("observed shapes")

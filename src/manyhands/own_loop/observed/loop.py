@@ -219,7 +219,9 @@ class ObservedLoop:
     def lend(self) -> None:
         """For a probe all compute with worker 0's parameters, where replicas may differ; each steps its own. A collective."""
         for pair in in_order(self.session.pairs):
-            if not (pair.averages or pair.strategy.needs.one_host) and pair not in self._own:
+            if pair.strategy.needs.one_host:
+                self.group.barrier()  # all write to one copy: nobody's step is under way
+            elif not pair.averages and pair not in self._own:
                 self._own[pair] = pair.replica.parameters.clone()
                 pair.replica.parameters.broadcast_(self.group, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 ROWS, BATCH, EPOCHS = 203, 32, 3
 recorded: dict[str, list] = {"parameters": [], "rates": [], "printed": []}
@@ -20,7 +21,12 @@ torch.manual_seed(1)
 draws = torch.Generator().manual_seed(0)
 X, Y = torch.randn(ROWS, 10, generator=draws), torch.randint(4, (ROWS,), generator=draws)
 data, held_out = TensorDataset(X, Y), TensorDataset(X[:50], Y[:50])
-train_loader, test_loader = DataLoader(data, BATCH, shuffle=True), DataLoader(held_out, 25)
+train_loader, test_loader = DataLoader(data, BATCH, shuffle=True), DataLoader(held_out, 23)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from data
 
 
 def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -299,6 +305,22 @@ def shared() -> None:
             with torch.no_grad():
                 rows = mh.share(torch.randint(ROWS, (BATCH,)))
                 printed(F.cross_entropy(model(X[rows]), Y[rows]).item())
+
+
+def weighted_sampler() -> None:
+    """The script's own sampler stays, with its draws."""
+    weights = torch.arange(1.0, ROWS + 1)
+    loader = DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, ROWS), drop_last=True)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            step(F.cross_entropy(model(x), y))
+
+
+def stream() -> None:
+    """Rows without numbers: every worker reads all of them, and each batch is shared once."""
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(Stream(), BATCH):
+            step(F.cross_entropy(model(x), y))
 
 
 def outer_loader() -> None:
