@@ -84,6 +84,39 @@ def test_tensors_with_gaps_are_reduced_where_they_lie(tmp_path: Path) -> None:
     assert first == second
 
 
+def _whole_means() -> tuple[list[int], list[int]]:
+    """Mean of -3 and -2, 5 and 6, 7 and 7; then the part of it that is this rank's, of two numbers each."""
+    rank = dist.get_rank()
+    whole = torch.tensor([-3 + rank, 5 + rank, 7])
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    part = torch.zeros(2, dtype=torch.int32)
+    dist.reduce_scatter_tensor(part, torch.tensor([-3, 5, 6, 9], dtype=torch.int32) + rank, dist.ReduceOp.AVG)
+    return whole.tolist(), part.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_means_of_whole_numbers_are_cut_toward_zero(tmp_path: Path) -> None:
+    """gloo has none. Lightning asks every other backend for them."""
+    found = values(on_backend("manyhands", 2, _whole_means, tmp_path))
+    assert found == [([-2, 5, 7], [-2, 5]), ([-2, 5, 7], [6, 9])]
+
+
+def _refused() -> list[str]:
+    said = []
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(Exception, match="Invalid scalar type") as error:
+            dist.all_reduce(torch.ones(3, dtype=dtype))
+        said.append(type(error.value).__name__)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_cannot_add_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """And none waits for one that has raised already."""
+    first, second = values(on_backend("manyhands", 2, _refused, tmp_path, deadline_s=20))
+    assert first == second
+
+
 # -- programs that were written for torch.distributed ------------------------------------------------------------------
 
 

@@ -31,8 +31,8 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 PLAIN = "MANYHANDS_PLAIN_NETWORK"
 """The variable that allows gloo between hosts, where nothing of its traffic is authenticated or encrypted."""
 _CARRIED = frozenset(DTYPES)
-_AVERAGED = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
-_ADDED = frozenset(dtype for dtype in DTYPES if dtype != torch.bool and not dtype.is_complex)
+_ADDED = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point or (dtype.is_signed and not dtype.is_complex))
+_ADDED |= {torch.uint8}  # torch cannot add the wider unsigned ones on a CPU
 
 
 @has_old_and_new_names
@@ -69,7 +69,7 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
             for tensor in tensors:
                 self._group.all_reduce_(tensor)
                 if how == AVG:
-                    tensor.div_(self._members)
+                    _divide(tensor, self._members)
 
         return self._run(tensors, reduce)
 
@@ -123,8 +123,9 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
         def scatter() -> None:
             for one, tensor in pairs:
-                part = self._group.reduce_scatter(tensor)
-                one.copy_((part / self._members if op == AVG else part).view(one.shape))
+                one.copy_(self._group.reduce_scatter(tensor).view(one.shape))
+                if op == AVG:
+                    _divide(one, self._members)
 
         return self._run(list(outputs), scatter)
 
@@ -150,8 +151,8 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
     def _adds(self, op: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether our groups reduce them by this operation."""
-        known = _ADDED if op == SUM else _AVERAGED if op == AVG else frozenset()
-        return self._moves(tensors) and all(tensor.dtype in known for tensor in tensors)
+        adds = any(op == known for known in (SUM, AVG))  # not `in`: it asks `known == op`, which is False for a ReduceOp
+        return adds and self._moves(tensors) and all(tensor.dtype in _ADDED for tensor in tensors)
 
     # -- what goes through -------------------------------------------------------------------------------------------
 
@@ -303,6 +304,11 @@ def _meeting_point(store: Store) -> tuple[str, int]:
         f"process groups over several hosts meet at a TCPStore, and this one has a {type(store).__name__}: give "
         "init_method='env://' or 'tcp://HOST:PORT'"
     )
+
+
+def _divide(tensor: Tensor, count: int) -> None:
+    """In place; whole numbers are cut toward zero, as where a fraction is copied into them."""
+    tensor.div_(count, rounding_mode=None if tensor.is_floating_point() else "trunc")
 
 
 def _options_of(op: Any) -> dist.AllreduceOptions:
