@@ -1,0 +1,250 @@
+"""Libraries that train on torch.distributed (Hugging Face's Trainer, accelerate, Lightning) end with gloo's parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver_script import MARK, MarkedProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+DEADLINE_S = 100.0
+LAUNCHERS = {  # `{n}`: the ranks. Each takes a port that is free
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node {n}",
+    "manyhands": "manyhands run --as distributed --threads-per-worker 1 -n {n}",
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes {n} --main_process_port 0",
+}
+SIZES = [2, 3, 4]
+
+SAVED = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    def save(model, **found):
+        group = type(_get_default_group()).__name__
+        found |= dict(group=group, backend=dist.get_backend(), size=dist.get_world_size(), state=model.state_dict())
+        torch.save(found, f"{sys.argv[1]}.{dist.get_rank()}")
+        dist.destroy_process_group()
+"""
+
+TRAINER = """
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    sizes = dict(hidden_size=16, intermediate_size=32, vocab_size=40, max_position_embeddings=16)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
+    rows = [{"input_ids": torch.randint(0, 40, (8,)), "labels": torch.tensor(row % 2)} for row in range(44)]
+    arguments = TrainingArguments(
+        output_dir=sys.argv[1] + ".out",
+        use_cpu=True,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+    def right(given):
+        return {"right": float((given.predictions.argmax(-1) == given.label_ids).mean()), "rows": len(given.label_ids)}
+
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:11], compute_metrics=right)
+    loss = trainer.train().training_loss
+    metrics = trainer.evaluate()
+    save(model, numbers=[loss, metrics["eval_loss"], metrics["eval_right"]], rows=metrics["eval_rows"])
+"""
+
+ACCELERATE = """
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    if len(sys.argv) > 2:
+        dist.init_process_group(sys.argv[2])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    set_seed(0)
+    x = torch.randn(46, 8)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    loader, held_out = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=5)
+    model, optimizer, loader, held_out, schedule = accelerator.prepare(model, optimizer, loader, held_out, schedule)
+    numbers = []
+    for epoch in range(2):
+        model.train()
+        for rows, labels in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(rows), labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            numbers.append(float(accelerator.reduce(loss.detach(), "mean")))
+        model.eval()
+        right = []
+        for rows, labels in held_out:
+            with torch.no_grad():
+                guesses, labels = accelerator.gather_for_metrics((model(rows).argmax(1), labels))
+            right.append(guesses == labels)
+        numbers.append(float(torch.cat(right).float().mean()))
+    save(accelerator.unwrap_model(model), numbers=numbers, rows=len(torch.cat(right)))
+"""
+
+# The layer before the batch norm has no bias: its gradient would be rounding errors only, and AdamW takes their signs.
+LIGHTNING = """
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+        def training_step(self, batch, number):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, number):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("mean", loss, sync_dist=True)
+            self.log("most", loss, sync_dist=True, reduce_fx="max")
+            self.rows = self.all_gather(batch[1]).numel()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    L.seed_everything(0)
+    x = torch.randn(48, 8)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    model = Net()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(sys.argv[2]),
+        strategy=DDPStrategy(process_group_backend=sys.argv[3] if len(sys.argv) > 3 else None),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
+    save(model, numbers=[float(one) for _, one in sorted(trainer.callback_metrics.items())], rows=model.rows)
+"""
+
+PROGRAMS = {"transformers": TRAINER, "accelerate": ACCELERATE, "lightning": LIGHTNING}
+
+
+class Started(MarkedProcess):
+    """A program's ranks, and whoever starts them. Nothing of it lives on behind its end or its deadline."""
+
+    def __init__(self, folder: Path, words: Sequence[str], **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self._said = folder / f"said-{self.mark}"
+        path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with self._said.open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", MARK: self.mark, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        try:
+            status: object = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            status = f"nothing within {DEADLINE_S:.0f} s"
+        finally:
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait(10)
+        assert status == 0, f"it ended with {status}:\n{self._said.read_text()[-12000:]}"
+
+
+@dataclass
+class Runs:
+    """What a library's program leaves, by how it was started."""
+
+    folder: Path
+    library: str
+
+    def __post_init__(self) -> None:
+        needed = {self.library, "accelerate"} if self.library == "transformers" else {self.library}
+        for name in sorted(needed):
+            if find_spec(name) is None:
+                pytest.skip(f"needs {name}")
+        text = textwrap.dedent(SAVED) + textwrap.dedent(PROGRAMS[self.library])
+        (self.folder / "program.py").write_text(text)
+
+    def by(self, launcher: str, size: int, *arguments: str, **environment: str) -> list[dict[str, Any]]:
+        """Started by one of LAUNCHERS, or `alone`: with python, and it starts the other ranks itself."""
+        where = self.folder / f"{launcher}-{uuid.uuid4().hex}"
+        start = [] if launcher == "alone" else ["-m", *LAUNCHERS[launcher].format(n=size).split()]
+        own = [str(size), *arguments] if self.library == "lightning" else list(arguments)
+        Started(self.folder, [*start, "program.py", str(where), *own], **environment).end()
+        return [torch.load(f"{where}.{rank}", weights_only=True) for rank in range(size)]
+
+
+def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, exact: bool) -> None:
+    """Ours ran on manyhands and theirs on gloo, and each rank ended with the same model and the same numbers."""
+    size = len(ours)
+    for group, backend, ranks in (("ManyhandsProcessGroup", "manyhands", ours), ("ProcessGroup", "gloo", theirs)):
+        assert [(one["group"], one["backend"], one["size"]) for one in ranks] == [(group, backend, size)] * size
+    limit = 0.0 if exact else 1e-6
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one["state"], other["state"], rtol=limit, atol=limit)
+        assert one["numbers"] == pytest.approx(other["numbers"], rel=limit, abs=limit)
+        assert one["rows"] == other["rows"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("library", PROGRAMS)
+def test_a_librarys_program_ends_with_gloos_parameters(library: str, size: int, tmp_path: Path) -> None:
+    """Unchanged: torchrun gives it gloo, `manyhands run --as distributed` gives it ours."""
+    runs = Runs(tmp_path, library)
+    agree(runs.by("manyhands", size), runs.by("torchrun", size), exact=size == 2)
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate"])
+def test_accelerate_launch_gives_it_where_the_variable_says_so(library: str, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, library)
+    agree(runs.by("accelerate", 2, MANYHANDS_BACKEND="replace"), runs.by("accelerate", 2), exact=True)
+
+
+def test_accelerate_takes_a_group_that_is_there(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, "accelerate")
+    agree(runs.by("torchrun", 2, "manyhands"), runs.by("torchrun", 2, "gloo"), exact=True)
+
+
+@pytest.mark.parametrize("launcher", ["alone", "torchrun"])
+def test_lightning_is_told_the_backend_by_its_strategy(launcher: str, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, "lightning")
+    agree(runs.by(launcher, 2, "manyhands"), runs.by(launcher, 2, "gloo"), exact=True)
