@@ -100,10 +100,10 @@ def run_script(
     Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`. servers: as of `launch`. With
     roles the processes are another framework's own cluster, as of `Engine.run`: those set how many there are, all of
     them print, and no strategy is set; replaces_gloo: where they ask torch.distributed for gloo, or for none by name,
-    they get the backend manyhands. around: entered on each worker for the script's run, with its path. SIGTERM reaches the script on every worker, as it would reach `python path`;
-    `train()` inside then checkpoints. max_restarts: so often the script is run again where a worker is lost or
-    raises; the variable MANYHANDS_RESTART_COUNT says to it how often that was, and `train(survive="max_restarts=…")`
-    inside then goes on from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on
+    they get the backend manyhands. around: entered on each worker for the script's run, with its path. SIGTERM reaches
+    the script on every worker, as it would reach `python path`; `train()` inside then checkpoints. max_restarts: so
+    often the script is run again where a worker is lost or raises; the variable MANYHANDS_RESTART_COUNT says to it how
+    often that was, and `train(survive="max_restarts=…")` inside then goes on from its newest checkpoint. Raises Preempted then, BadInput without a file, Unsupported on
     engine sim, WorkerFailed for exceptions.
     """
     if not Path(path).is_file():

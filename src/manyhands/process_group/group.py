@@ -151,7 +151,9 @@ class ManyhandsProcessGroup(dist.ProcessGroup):
 
     def _adds(self, op: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether our groups reduce them by this operation."""
-        adds = any(op == known for known in (SUM, AVG))  # not `in`: it asks `known == op`, which is False for a ReduceOp
+        adds = any(
+            op == known for known in (SUM, AVG)
+        )  # not `in`: it asks `known == op`, which is False for a ReduceOp
         return adds and self._moves(tensors) and all(tensor.dtype in _ADDED for tensor in tensors)
 
     # -- what goes through -------------------------------------------------------------------------------------------

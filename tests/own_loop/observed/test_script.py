@@ -63,7 +63,7 @@ def train(loader):
     for data in loader:
         loss.backward()
         total += loss.item()
-        print(loss.item() / len(data))
+        print(100 * done / len(loader), loss.item() / len(data))
     return total / len(loader.dataset)
 
 def test(loader):
@@ -78,6 +78,7 @@ def test_numbers_of_one_worker_s_rows_are_named() -> None:
 
 
 def test_nothing_to_name() -> None:
+    assert not notes_of("for data in loader:\n    loss.backward()\n    print(100 * done / len(loader))", "train.py")
     assert not notes_of("def test(loader):\n    return total / len(loader)", "train.py")
     assert not notes_of("for x in:", "train.py")
 

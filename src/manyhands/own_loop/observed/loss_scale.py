@@ -34,10 +34,10 @@ class Unclear:
 
 
 def predictions(parts: Sequence[Tensor], rows: Sequence[float], total: float) -> tuple[Tensor, Tensor]:
-    """The gradient [D] of a whole batch that its parts' gradients [D] predict, if the loss is a mean, and if it is a sum.
+    """The gradient [D] of a whole batch that its parts' gradients [D] predict, if the loss is a mean; if it is a sum.
 
-    rows: what each part's loss counts (rows, tokens); total: what the batch's counts. Of a batch that was given twice, the
-    sum is one half of its gradient. A group computes the same by two collectives.
+    rows: what each part's loss counts (rows, tokens); total: what the batch's counts. Of a batch that was given twice,
+    the sum is one half of its gradient. A group computes the same by two collectives.
     """
     covered = sum(rows)
     counted = [(part, weight) for part, weight in zip(parts, rows, strict=True) if weight]

@@ -77,8 +77,8 @@ def visible_gpus() -> int:
 
 
 def notes_of(text: str, file: str) -> str:
-    """A line that names lines of the functions that train where a number is divided by the rows of a batch or of the dataset: that number
-    is of worker 0's rows, unless it is the loss after backward()."""
+    """A line that names those of the functions that train in which a number is divided by the rows of a batch or of the
+    dataset: it is of worker 0's rows, unless it is the loss after backward(). "" where there is none."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -91,8 +91,10 @@ def notes_of(text: str, file: str) -> str:
             continue
         if isinstance(function, ast.Module) and any(isinstance(one, ast.FunctionDef) for one in function.body):
             continue
+        loops = [node.target for node in ast.walk(function) if isinstance(node, ast.For)]
+        batches = {name.id for target in loops for name in ast.walk(target) if isinstance(name, ast.Name)}
         for node in ast.walk(function):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_of_rows(node.right):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_of_rows(node.right, batches):
                 lines.add(node.lineno)
     if not lines:
         return ""
@@ -103,9 +105,12 @@ def notes_of(text: str, file: str) -> str:
     )
 
 
-def _is_of_rows(node: ast.expr) -> bool:
-    """`len(data)` or `len(loader.dataset)`"""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
+def _is_of_rows(node: ast.expr, batches: set[str]) -> bool:
+    """`len(data)` of a batch, or `len(loader.dataset)`; `len(loader)` counts batches."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args):
+        return False
+    of = node.args[0]
+    return (isinstance(of, ast.Attribute) and of.attr == "dataset") or (isinstance(of, ast.Name) and of.id in batches)
 
 
 @dataclass(frozen=True)
