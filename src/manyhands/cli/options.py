@@ -27,6 +27,7 @@ from manyhands.own_loop.observed.script import (
     LOOP,
     Observation,
     Observed,
+    check_libraries,
     kind_of,
     visible_gpus,
 )
@@ -429,9 +430,9 @@ def observation_of(
             raise BadInput(f"{given} is of a script that knows of no workers: add --auto")
         return None
     gpus = visible_gpus()
-    kind = runs_as or kind_of(
-        script.read_text(encoding="utf-8", errors="replace") if script.is_file() else "", gpus=gpus
-    )
+    text = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else ""
+    check_libraries(text)
+    kind = runs_as or kind_of(text, gpus=gpus)
     check_gpus(workers, gpus, share_gpu)
     if auto and kind != DISTRIBUTED and engine != "local":
         raise BadInput(

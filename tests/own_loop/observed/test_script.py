@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from manyhands.keras.fit import backend_of
-from manyhands.own_loop.observed.script import DISTRIBUTED, KERAS, LOOP, kind_of, notes_of
+from manyhands.cli.options import check_gpus
+from manyhands.errors import BadInput
+from manyhands.keras.fit import FitOnWorkers, backend_of
+from manyhands.own_loop.observed.script import DISTRIBUTED, KERAS, LOOP, check_libraries, kind_of, notes_of
+from manyhands.worker import Worker
 
 LOOPS = {
     "a loop": "import torch\nfor x in loader:\n    loss.backward()",
@@ -86,3 +92,26 @@ def test_nothing_to_name() -> None:
 def test_a_loop_at_the_top_of_a_script() -> None:
     text = "for data in loader:\n    loss.backward()\nprint(total / len(loader.dataset))"
     assert "train.py:3" in notes_of(text, "train.py")
+
+
+def test_a_library_below_its_bound() -> None:
+    with pytest.raises(BadInput, match=r"accelerate 0.34.2, and manyhands runs it from 1.0 on: pip install"):
+        check_libraries("from accelerate import Accelerator", lambda name: "0.34.2")
+    check_libraries("from accelerate import Accelerator", lambda name: "1.10.0")
+    check_libraries("import torch  # import accelerate", lambda name: "0.1")
+
+
+def test_more_workers_than_gpus() -> None:
+    with pytest.raises(BadInput, match="--workers 4 are more than the 2 GPUs.*--share-gpu"):
+        check_gpus(4, 2, share_gpu=False)
+    check_gpus(4, 2, share_gpu=True)
+    check_gpus(2, 2, share_gpu=False)
+    check_gpus(4, 0, share_gpu=False)
+
+
+def test_keras_on_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.own_loop.prepare.session", lambda: SimpleNamespace(worker=Worker(size=2)))
+    script = tmp_path / "fit.py"
+    script.write_text("import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras\n")
+    with pytest.raises(BadInput, match="fit.py runs on jax: set KERAS_BACKEND=torch"), FitOnWorkers()(str(script)):
+        pass

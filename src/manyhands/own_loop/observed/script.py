@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from glob import glob
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.errors import Unsupported, users_line
+from manyhands.errors import BadInput, Unsupported, users_line
 
 if TYPE_CHECKING:  # it imports torch
     from manyhands.own_loop.observed.loop import ObservedLoop
@@ -20,6 +22,13 @@ if TYPE_CHECKING:  # it imports torch
 LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
 KINDS = (LOOP, KERAS, DISTRIBUTED)
 _GROUPS = {"init_process_group", "Accelerator"}  # who calls these makes a group of processes
+LEAST_VERSIONS = {
+    "accelerate": "1.0",
+    "transformers": "4.46",
+    "lightning": "2.4",
+    "pytorch_lightning": "2.4",
+    "keras": "3.0",
+}
 _TRAINERS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
@@ -65,6 +74,26 @@ def kind_of(text: str, *, gpus: int) -> str:
     if ("keras" in modules or "keras" in names) and "fit" in names:
         return KERAS
     return LOOP
+
+
+def check_libraries(text: str, installed: Callable[[str], str] = metadata.version) -> None:
+    """BadInput for a script that imports a library of an older version than those that are known to run."""
+    for name, least in LEAST_VERSIONS.items():
+        if not re.search(rf"^\s*(from|import)\s+{name}\b", text, re.MULTILINE):
+            continue
+        try:
+            found = installed(name)
+        except metadata.PackageNotFoundError:
+            continue  # the script's own import says so
+        if _numbers(found) < _numbers(least):
+            raise BadInput(
+                f"the script imports {name} {found}, and manyhands runs it from {least} on: pip install '{name}>={least}'"
+            )
+
+
+def _numbers(version: str) -> list[int]:
+    """The first two numbers of a version."""
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
 
 
 def visible_gpus() -> int:
