@@ -221,14 +221,13 @@ class PreparedLoader(Iterable[Any]):
             plan, reading = self._planned(loader, batches, drawn)
             reader = reader_of(loader, loader.num_workers)
             return drawn.along(self._loaded_at_own_pace(reader, plan, reading, own_pace, progress))
-        planned = self._planned(loader, batches, drawn) if loader.num_workers else None
-        return self._loaded_in_step(loader, batches, drawn, planned)
+        if loader.num_workers:
+            return self._loaded_in_step(loader, batches, drawn)
+        return _begun_with_the_first(lambda: self._loaded_in_step(loader, batches, drawn))
 
-    def _loaded_in_step(
-        self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn, planned: _Planned | None
-    ) -> Iterator[Share]:
-        plan, reading = planned or self._planned(loader, batches, drawn)
-        yield from drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading, self.dealer))
+    def _loaded_in_step(self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn) -> Iterator[Share]:
+        plan, reading = self._planned(loader, batches, drawn)
+        return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading, self.dealer))
 
     def _planned(self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn) -> _Planned:
         """All batches of the pass, and how this worker reads them. A collective: BadInput where workers have other data."""
@@ -468,6 +467,11 @@ class _Keys(Dataset[Any]):
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
         return keys
+
+
+def _begun_with_the_first(begin: Callable[[], Iterator[Share]]) -> Iterator[Share]:
+    """What `begin` gives, which is called when the first one is asked for."""
+    yield from begin()
 
 
 def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading, dealer: Dealer) -> Iterator[Share]:
