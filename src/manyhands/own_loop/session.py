@@ -417,7 +417,10 @@ class Pair:
         def arriving(number: int) -> None:
             if (pair := own()) is None or number in pair._before:
                 return
-            if not (pair._keeps or pair.session.next_backward().of_first):
+            observed = pair.session.observed
+            if not (
+                pair._keeps or (observed is not None and observed.backward is not None and observed.backward.of_first)
+            ):
                 return
             if (gradient := pair.replica.trainable[number].grad) is not None:
                 pair._before[number] = gradient.detach().clone()

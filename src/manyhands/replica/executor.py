@@ -24,6 +24,7 @@ from manyhands.replica.shard import ParameterShard
 from manyhands.replica.sharded_update import ShardedUpdate
 from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
 
+SPARE = 32  # numbers behind the gradients, one of which is used: a whole 128 bytes, as parameters have
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
 
@@ -182,7 +183,7 @@ class AutogradExecutor(StepExecutor):
     def build(self, allocate: Allocate) -> None:
         make = self._make_model
         self.model = make if isinstance(make, nn.Module) else make()
-        self.shards = shards_of(self.model, allocate, spare=int(self._carries))
+        self.shards = shards_of(self.model, allocate, spare=SPARE if self._carries else 0)
         count = sum(len(shard.layout.names) for shard in self.shards)
         self.names, self._parameters, self._grads = [""] * count, [torch.empty(0)] * count, [torch.empty(0)] * count
         for shard in self.shards:

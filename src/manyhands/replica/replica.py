@@ -121,7 +121,7 @@ class Replica:
         """[1]: a number of which `mean_gradients` takes the mean, too; None where the executor keeps none. It is in the
         dtype of the first shard."""
         whole, layout = self._sent.parts[0], self.shards[0].layout
-        return whole[layout.padded :] if len(whole) > layout.padded else None
+        return whole[layout.padded : layout.padded + 1] if len(whole) > layout.padded else None
 
     def join(self, group: Group) -> None:
         """The workers that hold the same shards are this group's from now on. Nothing is moved or copied."""

@@ -66,7 +66,8 @@ class PassDealer(Dealer):
     def dealt(self, share: Share) -> None:
         if torch.is_grad_enabled():  # else no backward is of it
             self.shares.append(share)
-            self.marks.append(loss_graph.next_number())
+            if self.observed.loops.sites[self.one.site].ahead is None:
+                self.marks.append(loss_graph.next_number())
         if self.one.deals and self.one.deals[-1] is Deal.PROBE:
             self.observed.lend()
 
@@ -371,10 +372,10 @@ class ObservedLoop:
         """How many batches were fetched after the loss was begun: a script may fetch the next one before backward."""
         passes = self.loops._feeding()
         dealer = self._dealers.get(passes[0]) if passes else None
-        if dealer is None or not dealer.marks or roots.tensors[0].grad_fn is None:
+        if dealer is None or roots.tensors[0].grad_fn is None:
             return 0
         record = self.loops.sites[passes[0].site]
-        if record.ahead is None or record.tried or not record.training:
+        if record.ahead is None:
             began = loss_graph.first_number(roots.tensors[0])
             record.ahead = sum(mark > began for mark in dealer.marks)
         return record.ahead
