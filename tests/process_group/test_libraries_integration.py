@@ -31,7 +31,7 @@ LAUNCHERS = {  # `{n}`: the ranks. Each takes a port that is free
 SIZES = [2, 3, 4]
 
 SAVED = """
-    import sys
+    import os, sys
     import torch, torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_group
 
@@ -40,6 +40,9 @@ SAVED = """
         found |= dict(group=group, backend=dist.get_backend(), size=dist.get_world_size(), state=model.state_dict())
         torch.save(found, f"{sys.argv[1]}.{dist.get_rank()}")
         dist.destroy_process_group()
+        if found["backend"] == "gloo":  # its threads may outlive the group, and abort the process where Python ends
+            sys.stdout.flush()
+            os._exit(0)
 """
 
 TRAINER = """
