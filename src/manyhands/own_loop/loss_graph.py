@@ -71,13 +71,10 @@ def terms_of(loss: Tensor) -> LossTerms:
     What a divisor may make a mean is no sum, nor what is not known: own functions, compiled code, small factors.
     """
     found, others = list[Sum](), False
-    ahead: list[tuple[Node, float]] = [(loss.grad_fn, 1.0)] if loss.numel() == 1 else []
+    ahead = list(_terms(loss.grad_fn)) if loss.numel() == 1 else []
     while ahead:
         node, factor = ahead.pop()
-        if node is None:
-            continue
-        name = _name(node)
-        reduction = getattr(node, "_saved_reduction", None)
+        name, reduction = _name(node), getattr(node, "_saved_reduction", None)
         if reduction is not None:
             if reduction == _SUM and abs(factor) >= _LEAST_FACTOR:
                 found.append(Sum(name, None))
@@ -87,20 +84,13 @@ def terms_of(loss: Tensor) -> LossTerms:
             sizes = node._saved_self_sym_sizes
             below = node.next_functions[0][0]
             if math.prod(sizes) == 1:
-                ahead.append((below, factor))
+                ahead += _terms(below, factor)
             elif _name(below) == "Stack":
-                ahead += [(part, factor) for part in _parts(below)]
+                ahead += [term for part in _parts(below) for term in _terms(part, factor)]
             elif abs(factor) >= _LEAST_FACTOR and not _is_penalty(below, sizes) and not _is_reduced(below):
                 found.append(Sum(name, sizes[0], _is_row_by_row(below)))
             else:
                 others = True
-        elif name in ("Mul", "Div"):
-            constant = _constant(node)
-            others = others or not constant
-            if constant:
-                ahead.append((node.next_functions[0][0], factor * constant if name == "Mul" else factor / constant))
-        elif name in _SAME or name in ("Add", "Sub"):
-            ahead += [(part, factor) for part in _parts(node)]
         else:
             others = True
     return LossTerms(found, others)
@@ -109,42 +99,43 @@ def terms_of(loss: Tensor) -> LossTerms:
 def divisor_of(loss: Tensor) -> float | None:
     """What the mean of a loss divides by, where that is cross entropy's or nll_loss's sum of class weights over the
     targets that are not ignored; None where it is none of these, or has terms that divide by another number."""
-    found, ahead = set[float](), [cast(Node, loss.grad_fn)]
-    while ahead:
-        node = ahead.pop()
-        name = _name(node)
-        if name in ("NllLoss", "NllLoss2D") and node._saved_reduction == _MEAN:
-            found.add(float(node._saved_total_weight))
-        elif name in ("Mul", "Div") and _constant(node):
-            ahead.append(node.next_functions[0][0])
-        elif name in _SAME or name in ("Add", "Sub"):
-            ahead += _parts(node)
-        elif name:
+    found = set[float]()
+    for node, _ in _terms(loss.grad_fn):
+        if not (_name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == _MEAN):
             return None
+        found.add(float(node._saved_total_weight))
     return found.pop() if len(found) == 1 else None
 
 
 def is_mean(loss: Tensor) -> bool:
     """Whether all terms of a loss are means over rows, as torch's losses or `mean()` compute them."""
-    ahead: list[Node] = [loss.grad_fn]
+    terms = [node for node, _ in _terms(loss.grad_fn)]
+    return bool(terms) and all(
+        getattr(node, "_saved_reduction", None) == _MEAN
+        or (_name(node) == "Mean" and _is_row_by_row(node.next_functions[0][0]))
+        for node in terms
+    )
+
+
+def _terms(node: Node, factor: float = 1.0) -> Iterator[tuple[Node, float]]:
+    """(node, factor) of each term that additions and constant factors make a loss of."""
+    ahead = [(node, factor)]
     while ahead:
-        node = ahead.pop()
+        node, factor = ahead.pop()
         name = _name(node)
-        if name in ("Mul", "Div") and _constant(node):
-            ahead.append(node.next_functions[0][0])
+        if name in ("Mul", "Div") and (constant := _constant(node)):
+            ahead.append((node.next_functions[0][0], factor * constant if name == "Mul" else factor / constant))
         elif name in _SAME or name in ("Add", "Sub"):
-            ahead += _parts(node)
-        elif not (
-            getattr(node, "_saved_reduction", None) == _MEAN
-            or (name == "Mean" and _is_row_by_row(node.next_functions[0][0]))
-        ):
-            return False
-    return True
+            ahead += [(part, factor) for part in _parts(node)]
+        elif name:
+            yield node, factor
 
 
 def first_number(loss: Tensor) -> float:
     """Autograd's number of the node that was made first; infinity where there is none."""
-    return min((node._sequence_nr() for node in _nodes(loss) if not hasattr(node, "variable")), default=math.inf)
+    return min(
+        (node._sequence_nr() for node in _nodes(loss.grad_fn) if not hasattr(node, "variable")), default=math.inf
+    )
 
 
 def next_number() -> int:
@@ -155,11 +146,12 @@ def next_number() -> int:
 
 def has_casts(loss: Tensor) -> bool:
     """Whether a tensor's dtype was changed on the way to the loss, as autocast does."""
-    return any(_name(node) == "ToCopy" for node in _nodes(loss))
+    return any(_name(node) == "ToCopy" for node in _nodes(loss.grad_fn))
 
 
-def _nodes(loss: Tensor) -> Iterator[Node]:
-    seen, ahead = set[Node](), [cast(Node, loss.grad_fn)]
+def _nodes(node: Node) -> Iterator[Node]:
+    """A node, and all that lead to it."""
+    seen, ahead = set[Node](), [node]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
@@ -187,18 +179,8 @@ def _constant(node: Node) -> float | None:
 
 def _is_penalty(node: Node, sizes: tuple[int, ...]) -> bool:
     """Whether all that leads here is one parameter, of the shape that is added up."""
-    leaves, seen, ahead = set(), {node}, [node]
-    while ahead:
-        one = ahead.pop()
-        if hasattr(one, "variable"):
-            leaves.add(one)
-            if len(leaves) > 1 or tuple(one.variable.shape) != tuple(sizes):
-                return False
-        for part in _parts(one):
-            if part not in seen:
-                seen.add(part)
-                ahead.append(part)
-    return bool(leaves)
+    leaves = [one.variable for one in _nodes(node) if hasattr(one, "variable")]
+    return len(leaves) == 1 and tuple(leaves[0].shape) == tuple(sizes)
 
 
 def _is_row_by_row(node: Node) -> bool:
@@ -247,29 +229,20 @@ def _is_of_rows_with_rows(node: Node, name: str) -> bool:
 
 def _has_layers(node: Node) -> bool:
     """Whether a layer leads here; weights that are computed from parameters have none."""
-    seen, ahead = {node}, [node]
-    while ahead:
-        one = ahead.pop()
-        if _name(one) in _LAYERS - {"Mv", "Dot"}:
-            return True
-        ahead += [part for part in _parts(one) if part not in seen]
-        seen.update(_parts(one))
-    return False
+    return any(_name(one) in _LAYERS - {"Mv", "Dot"} for one in _nodes(node))
 
 
 def _keeps_first(node: Node) -> bool:
     """Of a mean, a sum or a variance: whether the first dimension stays."""
     dims = getattr(node, "_saved_dim", None)
     n = len(getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape)
-    return bool(dims) and not any(dim in (0, -n, 2**64 - n) for dim in dims or ())
+    return bool(dims) and not any(dim in (0, -n, 2**64 - n) for dim in dims or ())  # saved without a sign
 
 
 def _is_reduced(node: Node) -> bool:
     """Whether the first dimension went before: `x.mean(0).sum()` is a mean over rows."""
     while len(_parts(node)) == 1:
         if _name(node) in ("Mean", "Sum"):
-            dims = getattr(node, "_saved_dim", None)
-            n = len(node._saved_self_sym_sizes)
-            return dims is None or any(dim in (0, -n, 2**64 - n) for dim in dims)  # saved without a sign
+            return not _keeps_first(node)
         (node,) = _parts(node)
     return False

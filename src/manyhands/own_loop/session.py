@@ -387,9 +387,7 @@ class Pair:
         self.session.prepared += 1
         self.number = self.session.prepared
         self._stepper.bind(optimizer, self)
-        if (
-            self.together
-        ):  # else a GradScaler shows itself to `step`, see `check_step`; of means all see the same infinities
+        if self.together:  # where gradients are no means, a GradScaler shows itself to `step`: see `check_step`
             optimizer._step_supports_amp_scaling = not self.averages  # type: ignore[attr-defined]
         if self.session.counts_weights:
             self.watch()

@@ -91,7 +91,7 @@ def _rehearse(path: str, args: Sequence[str], strategy: str, workers: int, steps
     else:
         worker = Worker(rank=here.rank, size=workers, group=group, driver=here.driver, threads=here.threads)
     rng.take_first(here.group)
-    comparison = StepComparison(here.group, worker, steps)
+    comparison = StepComparison(here.group, steps)
     with ExitStack() as stack:
         stack.enter_context(as_current(worker))
         stack.enter_context(eager())
@@ -113,7 +113,6 @@ class StepComparison:
     """What one process knows of the steps, and compares with all others. Rank `size - 1` of the group runs alone."""
 
     group: Group
-    worker: Worker
     steps: int
     found: dict[str, Any] = field(default_factory=lambda: {"steps": 0, "largest": 0.0, "difference": ""})
     loss: float = 0.0  # of the newest backward
@@ -211,8 +210,7 @@ class StepComparison:
         """The script is over before all steps were made. A collective."""
         everyone = self.group.all_gather_json({"kind": "", "steps": self.found["steps"]})
         if any(one["kind"] for one in everyone):
-            self.group.all_gather_json(self._differs_in_facts(everyone))
-            self._explain(self._differs_in_facts(everyone))
+            self._explain(self.group.all_gather_json(self._differs_in_facts(everyone))[0])
 
     def _differs_in_facts(self, everyone: Sequence[dict[str, Any]]) -> str:
         *workers, alone = everyone
