@@ -42,8 +42,8 @@ INTERFACE = "NCCL_SOCKET_IFNAME"  # nccl's variable: where it listens
 
 
 def has_own_gpu(wanted: str, workers_here: int, gpus: int) -> bool:
-    """Whether each worker of a host computes on a GPU of its own. wanted: auto, cuda, or one device for all."""
-    if wanted in ("auto", "cuda"):
+    """Whether each worker of a host computes on a GPU of its own. wanted: auto, own, cuda, or one device for all."""
+    if wanted in ("auto", "own", "cuda"):
         return 0 < workers_here <= gpus
     return wanted.startswith("cuda") and workers_here == 1
 

@@ -55,7 +55,9 @@ class LaunchSpec:
     servers: int = 1  # shards of it
     timeout_s: float = 300.0  # without any progress for so long, a worker counts as hung
     threads_per_worker: int | None = None  # None: usable cores / workers, at least 1
-    device: str = "auto"  # auto: one visible GPU a worker, else cpu
+    device: str = (
+        "auto"  # auto: one visible GPU a worker, else cpu; own: so, and on engine local a worker sees no other GPU
+    )
     observer: Observer = field(default_factory=Observer)
     frames: Sequence[DistributedFrame] = ()  # whose rows the engine is to bring to the workers' hosts
     roles: Roles | None = None  # of the workers, where they are another framework's cluster

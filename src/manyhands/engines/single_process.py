@@ -83,9 +83,9 @@ def running_threads(count: int) -> Iterator[None]:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`, `cuda`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
+    """`auto`, `own`, `cuda`: this worker's own GPU where there are any (shared in turn if there are too few), else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and not count):
+    if wanted == "cpu" or (wanted in ("auto", "own") and not count):
         return torch.device("cpu")
     if not count:
         raise BadInput(f"device {wanted} was asked for, and torch sees no GPU here: give device auto or cpu")

@@ -117,6 +117,8 @@ def run_script(
     count = workers if roles is None else len(roles.members)
     observer = _Preemption()
     spec = replace(_plan(place, count, threads_per_worker, timeout_s), observer=observer)
+    if around is not None and roles is None:  # it knows of no other worker, nor of their GPUs
+        spec = replace(spec, device="own")
     if roles is None:
         spec = _with_server(spec, place, strategy, servers, None)
     program = (str(path), tuple(args), spec.workers > 1, around)  # arguments of `_as_main`

@@ -72,11 +72,23 @@ class Layout:
         return torch.cat([view.reshape(-1) for view in self.views(vector)])
 
     def attach(self, vector: Tensor) -> None:
-        """Copy the parameters into `vector` [D'] and make each a view of it."""
+        """Copy the parameters into `vector` [D'], whose memory becomes theirs."""
         with torch.no_grad():
             for p, view in zip(self.parameters, self.views(vector), strict=True):
                 view.copy_(p)
-                p.data = view
+        self.alias(vector)
+
+    def alias(self, vector: Tensor) -> None:
+        """Make the memory of `vector` [D'], which holds the parameters' values, theirs.
+
+        To torch each parameter has a storage of its own, as long as itself. A file of a model, or a deep copy of a part
+        of it, is then what it is without manyhands; of views it would hold the whole vector.
+        """
+        for p, shape, stride, offset, size in zip(
+            self.parameters, self.shapes, self.strides, self.offsets, self.sizes, strict=True
+        ):
+            own = torch.from_dlpack(vector.detach()[offset : offset + size])  # type: ignore[attr-defined]
+            p.data = own.as_strided(shape, stride)
 
     def detach(self) -> None:
         """Give every parameter memory of its own again."""

@@ -58,6 +58,10 @@ class Replica:
         self.parameters = FlatVector([shard.parameters for shard in self.shards])
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
         self._sent = FlatVector([shard.gradients if shard.sent is None else shard.sent for shard in self.shards])
+        whole, padded = self._sent.parts[0], self.shards[0].layout.padded
+        self.carried = whole[padded] if len(whole) > padded else None
+        """[]: a number of which `mean_gradients` takes the mean, too; None where the executor keeps none. It is in the
+        dtype of the first shard."""
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
         self._computes_alone = False  # nothing of this gradient is to be exchanged
         self.schedule: Any = None
@@ -116,13 +120,6 @@ class Replica:
             raise self.executor.without_gradients()
         return self._gradients
 
-    @property
-    def carried(self) -> Tensor | None:
-        """[1]: a number of which `mean_gradients` takes the mean, too; None where the executor keeps none. It is in the
-        dtype of the first shard."""
-        whole, layout = self._sent.parts[0], self.shards[0].layout
-        return whole[layout.padded : layout.padded + 1] if len(whole) > layout.padded else None
-
     def join(self, group: Group) -> None:
         """The workers that hold the same shards are this group's from now on. Nothing is moved or copied."""
         self._group = group
@@ -153,8 +150,7 @@ class Replica:
     def alias_parameters(self, vector: FlatVector) -> None:
         """Make `vector`, which holds their values, the parameters' memory: another worker's, shared by both."""
         for shard, part in zip(self.shards, vector.parts, strict=True):
-            for p, view in zip(shard.layout.parameters, shard.layout.views(part), strict=True):
-                p.data = view
+            shard.layout.alias(part)
             shard.parameters = part
         self.parameters = vector
 

@@ -95,3 +95,11 @@ def test_the_server_names_every_workers_own_host(monkeypatch: pytest.MonkeyPatch
     assert given[1] == (["alpha", "beta", "beta"] if far else ["alpha"] * 3)
     given[0].close()
     there.close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [(None, 4, ["0", "1", "2", "3", "0"]), ("2, GPU-5a", 2, ["2", "GPU-5a", "2", "GPU-5a", "2"])],
+)
+def test_each_worker_has_a_gpu_in_turn(visible: str | None, gpus: int, expected: list[str]) -> None:
+    assert [child.visible_gpu(visible, gpus, local_rank) for local_rank in range(5)] == expected

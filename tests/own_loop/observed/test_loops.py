@@ -134,7 +134,7 @@ def test_a_loop_that_fetches_one_batch_ahead() -> None:
     seen = []
     for _ in range(4):
         loops.fetched(one)
-        fed = loops.backward(LINE, ahead=1)
+        fed = loops.backward(LINE, lambda one: 1)
         assert fed is not None
         seen.append(fed.deal)
         if fed.deal is Deal.PROBE:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from observing import Program, Ran, alone, on_workers
 
 SHAPES = (
@@ -101,15 +100,13 @@ def test_what_was_shared_is_said(runs: Runs) -> None:
 
 @pytest.mark.parametrize("size", [4])
 def test_the_folder_holds_one_process_s_files(size: int, tmp_path: Path) -> None:
-    """A log, checkpoints, a best model that is read back: byte for byte what is rounded, models to their last bits."""
+    """A log, checkpoints, a best model that is read back, a part of it: byte for byte."""
     (expected,) = alone([Program("shapes", ("files",))], tmp_path / "alone")
     (ran,) = on_workers(size, [Program("shapes", ("files",))], tmp_path / "workers")
     assert not expected.error
     assert not ran.error, ran.said
     one, several = tmp_path / "alone" / "0", tmp_path / "workers" / "0" / "first"
     assert {path.name for path in several.iterdir()} == {path.name for path in one.iterdir()}
-    for name in ("log.txt", "losses.npy"):
-        assert (several / name).read_bytes() == (one / name).read_bytes()
-    for path in one.glob("*.pt"):
-        own, theirs = (torch.load(folder / path.name) for folder in (several, one))
-        torch.testing.assert_close(own, theirs, rtol=0, atol=WITHIN)
+    assert len(ran.parameters) == 6
+    for name in ("log.txt", "losses.npy", "checkpoint-0.pt", "checkpoint-1.pt", "best.pt", "part.pt"):
+        assert (several / name).read_bytes() == (one / name).read_bytes(), name

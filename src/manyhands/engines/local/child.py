@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -44,6 +45,9 @@ from manyhands.worker import FormedGroup, Mesh, Worker, set_current
 
 if TYPE_CHECKING:  # it loads TLS, which most runs do not need
     from manyhands.engines.hosts.network import Network
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def run(place: ProcessPlace) -> int:
@@ -95,6 +99,9 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # all workers were forked from one process; `random` does it by itself
     local_rank, reached = place.workers_here.index(place.process_index), dict[str, Any]()
+    gpus = torch.cuda.device_count()  # which touches none
+    if place.device == "own" and gpus > 1:  # before CUDA starts: "cuda:0" is this worker's own, too
+        os.environ[_VISIBLE] = visible_gpu(os.environ.get(_VISIBLE), gpus, local_rank)
     device = pick_device(place.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what a script calls "cuda" is this worker's own
@@ -102,7 +109,7 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
         listen, ports = place.network["listen"], place.network["ports"]
         address = place.network["advertise"] or listen
         reached = {"address": address, "listen": listen, "ports": None if ports is None else tuple(ports)}
-    topology, network = _topology(place, device), None
+    topology, network = _topology(place, device, gpus), None
     if place.network is not None:
         from manyhands.engines.hosts.network import network_of  # loads TLS, which most runs do not need
 
@@ -144,6 +151,12 @@ def _strike(driver: ProcessDriverClient, fault: Fault, step: int) -> None:
     driver.report(Event(type="fault", time_s=time.perf_counter(), rank=fault.node, step=step, values=values))
     if fault.what not in OF_A_STEP:
         os.kill(os.getpid(), signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)
+
+
+def visible_gpu(visible: str | None, gpus: int, local_rank: int) -> str:
+    """Of a host's GPUs the one of a worker, as CUDA_VISIBLE_DEVICES names it. visible: the variable so far."""
+    names = [str(number) for number in range(gpus)] if visible is None else visible.split(",")[:gpus]
+    return names[local_rank % len(names)].strip()
 
 
 def _joining(
@@ -204,7 +217,8 @@ def _joined(form: Callable[[bool, int | None], FormedGroup | None]) -> dict[str,
     return {"group": formed.group, "generation": formed.generation}
 
 
-def _topology(place: ProcessPlace, device: torch.device) -> Topology:
+def _topology(place: ProcessPlace, device: torch.device, gpus: int) -> Topology:
+    """gpus: of this host."""
     hosts, names = [list(place.workers_here)], [socket.gethostname()]
     if place.network is not None:
         hosts, names = place.network["hosts"], place.network["names"]
@@ -212,7 +226,7 @@ def _topology(place: ProcessPlace, device: torch.device) -> Topology:
     if device.type == "cuda" and len(hosts) == 1:
         from manyhands.comm.device_group import has_own_gpu  # loads torch.distributed
 
-        own_gpus = has_own_gpu(place.device, place.size, torch.cuda.device_count())
+        own_gpus = has_own_gpu(place.device, place.size, gpus)
     return Topology(
         rank=place.process_index,
         hosts=hosts,
@@ -365,9 +379,21 @@ def prepare_process(stacks: int, threads: int) -> None:
         sys.breakpointhook = refuse_breakpoint
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
+    _keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+
+
+def _keep_freed_memory() -> None:
+    """What large tensors leave stays with the process; the next ones would else cost a page fault for each 4 KB. glibc
+    comes to these thresholds by itself once a tensor of 32 MB was freed. Settings of the user's own hold."""
+    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:

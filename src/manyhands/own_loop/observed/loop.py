@@ -253,6 +253,8 @@ class ObservedLoop:
 
     def _prepare(self) -> None:
         """The optimizers that were made since become pairs. A collective where there are any, of all ranks alike."""
+        if not self._optimizers:
+            return
         fresh = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         self._optimizers = []
         for optimizer in replaced(fresh):
@@ -302,7 +304,7 @@ class ObservedLoop:
 
     @contextmanager
     def backward_of(self, roots: Roots) -> Iterator[float]:
-        fed = None if self.own_batches else self.loops.backward(roots.line, self._ahead(roots))
+        fed = None if self.own_batches else self.loops.backward(roots.line, lambda one: self._ahead(roots, one))
         if fed is None:
             with self._without_loader(roots):
                 yield 1.0
@@ -368,14 +370,12 @@ class ObservedLoop:
             'sum over rows: call mh.weight(len(rows)) before it if it is a mean, or mh.weight("sum")'
         )
 
-    def _ahead(self, roots: Roots) -> int:
-        """How many batches were fetched after the loss was begun: a script may fetch the next one before backward."""
-        passes = self.loops._feeding()
-        dealer = self._dealers.get(passes[0]) if passes else None
-        if dealer is None or roots.tensors[0].grad_fn is None:
-            return 0
-        record = self.loops.sites[passes[0].site]
+    def _ahead(self, roots: Roots, one: Pass) -> int:
+        """How many batches of a pass were fetched after the loss was begun: a script may fetch the next one before backward."""
+        record, dealer = self.loops.sites[one.site], self._dealers.get(one)
         if record.ahead is None:
+            if dealer is None or roots.tensors[0].grad_fn is None:
+                return 0
             began = loss_graph.first_number(roots.tensors[0])
             record.ahead = sum(mark > began for mark in dealer.marks)
         return record.ahead
@@ -385,9 +385,11 @@ class ObservedLoop:
         if self._now is None:
             return
         if not backward.of_first:
-            if self._now.roots.loss is not None and (carried := _carried(pairs)) is not None:
-                value = self._now.roots.loss.detach() * self._now.factor
-                carried.fill_(value if backward.scale else 0.0)
+            loss, factor = self._now.roots.loss, self._now.factor if backward.scale else 0.0
+            if loss is not None and (carried := _carried(pairs)) is not None:
+                carried.copy_(loss.detach().view(())) if factor else carried.zero_()
+                if factor not in (0.0, 1.0):
+                    carried.mul_(factor)
             return
         fed, roots = self._now.fed, self._now.roots
         batch = fed.passes[0], fed.passes[0].fetches
@@ -447,8 +449,8 @@ class ObservedLoop:
             value = torch.tensor([float(loss.detach())], dtype=torch.float64)
             self.group.broadcast_(value, 0)
         elif (carried := _carried(pairs)) is not None:
-            value = carried.clone()
-            carried.zero_()
+            loss.data.view(()).copy_(carried)
+            return
         elif pairs and all(pair.averages for pair in pairs):
             value = torch.tensor([float(loss.detach()) * self._now.factor], dtype=torch.float64)
             self.group.mean_(value, backward.weight if backward.scale else 0.0, 0)

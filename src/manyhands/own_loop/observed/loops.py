@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -118,16 +119,17 @@ class Loops:
         one.deals.append(deal)
         return deal
 
-    def backward(self, line: Line, ahead: int = 0) -> Fed | None:
+    def backward(self, line: Line, ahead_of: Callable[[Pass], int] = lambda one: 0) -> Fed | None:
         """A backward begins at this line. None: it is of no batch.
 
-        ahead: so many batches of its pass were fetched after its loss was begun.
+        ahead_of: says how many batches of a pass were fetched after the loss was begun.
         """
         self._now += 1
         passes = self._feeding()
         self._backward = self._now
         if not passes:
             return None
+        ahead = ahead_of(passes[0])
         deals = [one.deals[-1 - min(ahead, len(one.deals) - 1)] for one in passes]
         deal = next(deal for deal in (Deal.SLICE, Deal.PROBE, Deal.WHOLE) if deal in deals)
         for one in passes:

@@ -63,9 +63,10 @@ def main() -> None:
         seed=1,
         log_interval=2,
         save_model=False,
+        device="cpu",
     )
     torch.manual_seed(args.seed)
-    device = torch.device("cpu")
+    device = torch.device(args.device)
     x, y = images(203, 12).to(torch.get_default_dtype()), torch.arange(203) * 7 % 10
     train_loader = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, shuffle=True)
     test_loader = DataLoader(TensorDataset(x[:90], y[:90]), batch_size=args.test_batch_size)
