@@ -218,13 +218,12 @@ class Session:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def backward_of(self, roots: Roots) -> Iterator[float]:
+    def backward_of(self, roots: Roots) -> AbstractContextManager[float]:
         """See `BackwardWatcher`."""
-        if self.observed is not None:
-            with self.observed.backward_of(roots) as scale:
-                yield scale
-            return
+        return self._backward_of(roots) if self.observed is None else self.observed.backward_of(roots)
+
+    @contextmanager
+    def _backward_of(self, roots: Roots) -> Iterator[float]:
         rows = self.counted_rows if self.pairs else None
         if rows is not None and self._stand_ins:
             rows = 0.0
@@ -413,20 +412,26 @@ class Pair:
                 pair._arrived()
 
         def arriving(number: int) -> None:
-            if (pair := own()) is None or number in pair._before:
-                return
-            observed = pair.session.observed
-            if not (
-                pair._keeps or (observed is not None and observed.backward is not None and observed.backward.of_first)
-            ):
-                return
-            if (gradient := pair.replica.trainable[number].grad) is not None:
-                pair._before[number] = gradient.detach().clone()
+            if (pair := own()) is not None and number not in pair._before:
+                pair._keep(number)
 
         parameters = self.replica.trainable
         self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters]
-        if self._keeps or self.session.observed is not None:
+        if self._keeps:
             self._hooks += [p.register_hook(lambda _, i=i: arriving(i)) for i, p in enumerate(parameters)]
+
+    def keep_earlier(self) -> None:
+        """A backward begins whose gradients are to be told from those to which it adds them."""
+        for number in range(len(self.replica.trainable)):
+            self._keep(number)
+
+    def forget_earlier(self) -> None:
+        """It is over, and may not have reached this pair."""
+        self._before = {}
+
+    def _keep(self, number: int) -> None:
+        if (gradient := self.replica.trainable[number].grad) is not None:
+            self._before[number] = gradient.detach().clone()
 
     def _arrived(self) -> None:
         task = torch._C._current_graph_task_id()

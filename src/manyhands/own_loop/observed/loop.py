@@ -201,7 +201,7 @@ class ObservedLoop:
 
     def deal(self, dealer: PassDealer) -> Deal:
         """How the workers get the batch that the script asks for now."""
-        if self.session.pass_under_way is None:
+        if self._optimizers and self.session.pass_under_way is None:
             self._prepare()
         deal = self.loops.fetched(dealer.one, torch.is_grad_enabled())
         if deal is Deal.SLICE and self._alike:
@@ -331,10 +331,15 @@ class ObservedLoop:
             factor = float(self.worker.size) if summed and stated != "sum" else 1.0
         self.session._stated_used = self.session._stated_used or stated is not None
         self._now = UnderWay(fed, roots, weight, factor)
+        of_first = list(self.session.pairs) if self.backward.of_first else []
+        for pair in of_first:
+            pair.keep_earlier()
         try:
             yield factor
         finally:
             self.backward = self._now = None
+            for pair in of_first:
+                pair.forget_earlier()
 
     @contextmanager
     def _without_loader(self, roots: Roots) -> Iterator[None]:
