@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from manyhands.own_loop.prepare import share as share
     from manyhands.own_loop.prepare import weight as weight
     from manyhands.own_loop.prepare import worker as worker
+    from manyhands.parallel.spec import ModelParallel as ModelParallel
     from manyhands.recording.run import Run as Run
     from manyhands.recording.run import read_history as read_history
     from manyhands.server.base import ServerSpec as ServerSpec
@@ -106,12 +107,12 @@ _WHERE = {
     "Event": "events",
     "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
-    "UpdateSharing": "strategies.update_sharing",
     "Hosts": "engines.hosts.engine",
     "Local": "engines.local.engine",
     "LocalSGD": "strategies.local_sgd",
     "MLflow": "callbacks",
     "ManyhandsError": "errors",
+    "ModelParallel": "parallel.spec",
     "Needs": "strategies.base",
     "PeerLost": "errors",
     "Preempted": "errors",
@@ -134,6 +135,7 @@ _WHERE = {
     "Torchrun": "engines.torchrun.engine",
     "UnknownName": "errors",
     "Unsupported": "errors",
+    "UpdateSharing": "strategies.update_sharing",
     "WandB": "callbacks",
     "Worker": "worker",
     "WorkerCallback": "worker_callback",

@@ -130,6 +130,18 @@ class Mesh:
     """The workers that hold one replica together."""
     rows: tuple[int, int]
     """Rank and size by which the feed deals rows: workers of one replica read the same ones."""
+    coordinate: int = 0
+    """Which part of a replica this worker holds; workers of `data` have the same."""
+
+    @property
+    def parts(self) -> list[Group]:
+        """The groups besides `world`."""
+        return [group for group in (self.data, self.model) if group is not self.world]
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this worker reports the rows of its replica, all of whose workers read them."""
+        return self.model.rank == 0
 
 
 class Refused(BadInput):

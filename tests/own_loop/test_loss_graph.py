@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plain
+from manyhands.engines.sim.driver_client import backward_in_turn
 from manyhands.own_loop import backward_watch, loss_graph
 from manyhands.own_loop.loss_graph import divisor_of, rows_meet, terms_of
 from manyhands.own_loop.prepare import prepare_on
@@ -208,3 +209,20 @@ def test_backward_is_torchs_own_again_without_a_session() -> None:
     del session
     gc.collect()
     assert torch.autograd.backward is plain_backward
+
+
+def test_backward_goes_on_where_another_one_that_stood_before_it_is_gone() -> None:
+    """A session ends while engine sim replaces backward: sim then puts back what it found, which nobody removes."""
+    gc.collect()
+    session = Session(Worker(size=2))
+    with backward_in_turn():
+        del session
+        gc.collect()
+        (torch.ones(2, requires_grad=True) * 2).sum().backward()
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+    Session(Worker(size=2))
+    gc.collect()
+    assert torch.autograd.backward is not backward_watch._backward

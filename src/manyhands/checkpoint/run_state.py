@@ -76,6 +76,8 @@ def capture(
             for shard in replica.shards
             for name, part in shard.slices.items()
         },
+        "members": replica.executor.members.size,
+        "buffers": [name for name, _ in replica.model.named_buffers() if replica.executor.counts(name)],
         "position": position,
         "step": replica.step,
         "strategy": state.numbers(),
@@ -149,7 +151,7 @@ def restore(
             "the start). To keep the old values, give them to the task"
         )
     replica.step = values["step"]
-    if same:
+    if same and values["random"] is not None:
         rng.restore(_take(tensors, "random"), values["random"])
     return merged, values["position"]
 

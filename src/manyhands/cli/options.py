@@ -317,6 +317,12 @@ Nonfinite = Annotated[str, _watch("--nonfinite", help="Gradients with NaN: raise
 Partition = Annotated[
     str, _run("--partition", help="none: rows are dealt anew in each epoch; fixed: each worker keeps its part.")
 ]
+ModelParallel = Annotated[
+    str | None,
+    _run(
+        "--model-parallel", metavar="SPEC", help="Several workers for one replica: stages=2, stages=3,micro_batches=8 …"
+    ),
+]
 Stopping = Annotated[str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.")]
 TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]
 MLflowExperiment = Annotated[

@@ -47,28 +47,27 @@ class BackwardWatcher(Protocol):
 
 
 _watchers: list[tuple[weakref.ref[Any], int]] = []  # (watcher, its thread), the newest last
-_replaced: Any = None  # what stands behind `_backward`: torch's own, or engine sim's; None: nobody watches
+_behind: Any = torch.autograd.backward  # what `_backward` calls: torch's own, or engine sim's
+_installed = False  # `_backward` is called where torch.autograd.backward is, maybe by another one that stands before it
 _changing = threading.Lock()
 
 
 def watch(watcher: BackwardWatcher) -> None:
     """From now on, until it is gone."""
-    global _replaced
+    global _behind, _installed
     with _changing:
         _watchers.append((weakref.ref(watcher, lambda _: _forget()), threading.get_ident()))
         now = torch.autograd.backward
-        if now is not _backward and (_replaced is None or now.__module__ == "torch.autograd"):
-            _replaced, torch.autograd.backward = now, _backward
+        if now is not _backward and (not _installed or now.__module__ == "torch.autograd"):
+            _behind, torch.autograd.backward, _installed = now, _backward, True
 
 
 def _forget() -> None:
-    global _replaced
+    global _installed
     with _changing:
         _watchers[:] = [entry for entry in _watchers if entry[0]() is not None]
-        if not _watchers and torch.autograd.backward is _backward:
-            torch.autograd.backward = _replaced
-        if not _watchers:
-            _replaced = None
+        if not _watchers and torch.autograd.backward is _backward:  # else another one stands before it, and calls it
+            torch.autograd.backward, _installed = _behind, False
 
 
 def user_line() -> Line:
@@ -88,12 +87,12 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
     """In place of torch.autograd.backward, which Tensor.backward calls, too."""
     watcher = _watcher_here()
     if watcher is None:
-        _replaced(tensors, grad_tensors, *args, **options)
+        _behind(tensors, grad_tensors, *args, **options)
         return
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
     with watcher.backward_of(Roots(losses, user_line(), all(one is None for one in given))) as scale:
-        _replaced(losses, grad_tensors if scale == 1 else _scaled(losses, given, scale), *args, **options)
+        _behind(losses, grad_tensors if scale == 1 else _scaled(losses, given, scale), *args, **options)
 
 
 def _watcher_here() -> BackwardWatcher | None:

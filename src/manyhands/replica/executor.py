@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands import units
-from manyhands.comm.group import Group
+from manyhands.comm.group import Group, Ledger
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput, Unsupported
@@ -36,6 +36,7 @@ class StepLoss:
     loss: float = 0.0  # the mean over this replica's rows
     weight: float = 0.0  # what that mean is a mean of
     grad_mask: int = 0  # bits: the parameters that got a gradient
+    stop: bool = False  # one of the workers that hold this replica wants all to stop
 
 
 class StepExecutor(ABC):
@@ -55,6 +56,8 @@ class StepExecutor(ABC):
     """Whether `backward` computes here; False in the user's own loop, which calls autograd's itself."""
     has_gradients: bool = False
     """Whether gradients are there to be exchanged; a kernel moves parameters without any."""
+    stop: bool = False
+    """Whether this worker wants all to stop: `backward` tells the others that hold its replica."""
     sharded: ShardedUpdate | None = None
     """Where each worker steps its part of the parameters: see `shard_update`."""
 
@@ -87,6 +90,14 @@ class StepExecutor(ABC):
     @abstractmethod
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         """What `function(model, batch)` measures, without gradients, the same on all members."""
+
+    def ledgers(self) -> list[Ledger]:
+        """Of what is sent otherwise than by the groups of `Mesh`."""
+        return []
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter or buffer of the model is this worker's to give, of the workers that hold this replica."""
+        return True
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Float64 [k]: the sums over the workers that hold this replica."""
@@ -250,6 +261,10 @@ class AutogradExecutor(StepExecutor):
         assert self._loss is not None
         with torch.autocast(self.shards[0].layout.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             measure = self._loss(self.model, batch)
+        return self._measured(measure, rows)
+
+    def _measured(self, measure: Any, rows: int) -> tuple[Tensor, float]:
+        """(the mean, its weight) of what the loss gave; BadInput for anything else."""
         mean, weight = measure if isinstance(measure, tuple) else (measure, rows)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             if is_one_number(mean):

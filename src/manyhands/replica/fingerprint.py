@@ -311,8 +311,9 @@ def compare_replicas(
 
     One pass over the parameters and one small message; where sums differ, worker 0's parameters travel to all.
     """
-    everyone = worker.group.all_gather_json([_bits(parameters), facts])
-    if all(bits == everyone[0][0] for bits, _ in everyone):
+    everyone = worker.group.all_gather_json([_bits(parameters), facts, worker.mesh.coordinate])
+    first = {part: bits for bits, _, part in reversed(everyone)}  # of each part of the model, the lowest rank's
+    if all(bits == first[part] for bits, _, part in everyone):
         return
     of_0 = parameters.clone()
     of_0.broadcast_(worker.mesh.data, 0)

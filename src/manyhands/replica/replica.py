@@ -172,6 +172,16 @@ class Replica:
             return float(vector.parts[0].norm())
         return math.sqrt(self.dot(vector, vector))
 
+    def parameter_count(self) -> int:
+        """How many numbers are trained, over all workers that hold this replica, each once. A collective of these."""
+        own = sum(
+            size
+            for shard in self.shards
+            for name, size in zip(shard.layout.names, shard.layout.sizes, strict=True)
+            if shard.slices[name].counted
+        )
+        return round(float(self.executor.reduce(torch.tensor([float(own)], dtype=torch.float64))))
+
     def dot(self, one: FlatVector, other: FlatVector) -> float:
         """The dot product over all shards, and over all workers that hold this replica."""
         if len(one.parts) == 1 and self.executor.members.size == 1:
@@ -206,7 +216,9 @@ class Replica:
         tick that `skip` says to leave out.
         """
         self._mean = None
+        self.executor.stop = self.control.stop
         found = self.executor.backward(None if self.skip else batch)
+        self.control.stop = self.control.stop or found.stop
         self.weight, self.grad_mask = found.weight, found.grad_mask
         return found.loss
 

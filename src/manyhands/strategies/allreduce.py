@@ -115,6 +115,13 @@ class AllReduce(CompressOptions, Strategy):
         return "combine=adasum takes 2, 4, 8, … workers" if self.combine == "adasum" else ""
 
     @override
+    def whole_replicas(self) -> str:
+        if self.combine == "adasum" or self.overlap or self.sharded:
+            option = "combine=adasum" if self.combine == "adasum" else "overlap" if self.overlap else "sharded"
+            return f"{option} needs the whole gradient on one worker"
+        return super().whole_replicas()
+
+    @override
     def start(self, replica: Replica, worker: Worker) -> AllReduceState:
         state = AllReduceState(**compression.remembered(self, replica, worker))
         if self.sharded and worker.mesh.data.size > 1:

@@ -176,6 +176,18 @@ class Strategy(ABC):
         """Why no more workers may take part than at the start; "" where they may."""
         return ""
 
+    def whole_replicas(self) -> str:
+        """Why each worker must hold a whole replica; "" where this acts on parts of a model as on the whole."""
+        if self.needs.one_host:
+            return "all workers write to one copy of the parameters"
+        if not self.needs.one_model:
+            return "its answer is many models, whose outputs are averaged"
+        if self.needs.mailbox:
+            return "one threshold decides which numbers of the whole model are posted"
+        if self.server() is not None:
+            return "its server holds whole models"
+        return "" if self.needs.elementwise else "what it does with a number depends on others"
+
     def rate_factor(self, workers: int) -> float:
         """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""
         return 1.0

@@ -123,6 +123,10 @@ class DiLoCo(CompressOptions, Strategy):
         return server_strategy.leasing_of(self.bound, 0) if self.via == "server" else None
 
     @override
+    def whole_replicas(self) -> str:
+        return "streaming cuts the whole model into fragments" if self.streaming else super().whole_replicas()
+
+    @override
     def rate_factor(self, workers: int) -> float:
         """For a constant update direction and equally fast workers, within an epoch.
 

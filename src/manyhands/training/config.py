@@ -20,6 +20,7 @@ from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun.launchers import restart_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
 from manyhands.own_loop.argument_checks import check_launch
+from manyhands.parallel.spec import ModelParallel
 from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
@@ -40,6 +41,12 @@ class TrainConfig:
     directory: AnyPath | None
     survive: Survive | None = None
     partition: str = "none"
+    model_parallel: ModelParallel | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are."""
+        return self.count // (self.model_parallel.workers if self.model_parallel is not None else 1)
 
     @property
     def count(self) -> int:
@@ -76,6 +83,8 @@ class TrainConfig:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         check_launch(self.strategy, self.engine, self.count, servers)
+        if self.model_parallel is not None:
+            check_model_parallel(self)
         self._check_worker_callback()
         batch_size, stream = self._check_data()
         self._check_survive(batch_size, stream)
@@ -160,8 +169,29 @@ class TrainConfig:
                 if data is self.task.train_data:
                     own, stream = source.batch_size, isinstance(source, Unsized)
                     if self.partition == "fixed":
-                        check_partition(source, self.count, self.task.order is not None)
-        return global_batch(self.task, self.count, own), stream
+                        check_partition(source, self.replicas, self.task.order is not None)
+        return global_batch(self.task, self.replicas, own), stream
+
+
+def check_model_parallel(config: TrainConfig) -> None:
+    """Raise BadInput or Unsupported for what cannot go with a replica of several workers."""
+    spec, strategy, task = config.model_parallel, config.strategy, config.task
+    assert spec is not None
+    spec.check(config.count)
+    if why := strategy.whole_replicas():
+        raise Unsupported(f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}")
+    if config.engine.capabilities.simulated:
+        raise Unsupported(
+            f"model_parallel: engine {config.engine.name} does not play stages yet: use engine local, hosts or torchrun"
+        )
+    if task.executor is not None or task.worker_callback is not None:
+        raise Unsupported(
+            "model_parallel: the task makes its steps by an executor or a callback of its own, as Keras models do, and stages are spans of a torch model: leave model_parallel out"
+        )
+    if config.survive is not None and not config.survive.restarts_only:
+        raise Unsupported(
+            'model_parallel: a replica of several workers cannot go on without one of them yet: give max_restarts alone (survive="max_restarts=3"), or leave survive out'
+        )
 
 
 def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:

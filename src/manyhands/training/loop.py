@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from manyhands import rng, units
+from manyhands.comm.group import Ledger
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.leases import Segment
 from manyhands.data.open_source import open_source
@@ -96,7 +98,7 @@ class Loop:
         many = not plan.strategy.needs.one_model
         rng.seed_all(plan.task.seed, worker.rank if many else 0)
         self.replica = Replica(
-            make_executor(plan.task, worker),
+            make_executor(plan.task, worker, plan.model_parallel, self._first_rows),
             group=worker.mesh.data,
             clip_norm=plan.task.clip_norm,
             nonfinite=plan.nonfinite,
@@ -182,6 +184,11 @@ class Loop:
             threads=not worker.shares_process,
             keeps=train and worker.elastic and self.plan.strategy.leasing() is None,
         )
+
+    def _first_rows(self) -> Any:
+        """The first batch that this worker would get, read apart from all training."""
+        with closing(self._feed(self.task.train_data).epoch(0)) as slices:
+            return next(slices).batch
 
     def _use_schedule(self) -> None:
         make, total = self.task.schedule, self.total_ticks()
@@ -405,14 +412,16 @@ class Loop:
         self._buffers_before, self.under_way = None, 0
         end = worker.clock()
         apply_s, wait_s = replica.apply_seconds - turn.apply_s, self._waited_s() - turn.wait_s
-        unused = 0 if result.used else part.rows
-        self._count(part, unused)
+        counts = worker.mesh.counts_rows
+        rows = part.rows if counts else 0
+        unused = 0 if result.used else rows
+        self._count(part, rows, unused)
         left_out = self.state.left_out() if worker.elastic else None
         self._record(
             tick=turn.tick,
-            loss=turn.loss if part.rows else None,
-            weight=turn.weight,
-            rows=part.rows,
+            loss=turn.loss if rows else None,
+            weight=turn.weight if counts else 0.0,
+            rows=rows,
             unused=unused,
             input_s=self.input_s,
             compute_s=turn.middle - turn.begun + apply_s,
@@ -449,7 +458,8 @@ class Loop:
 
     def _waited_s(self) -> float:
         server = self.worker.server
-        return self.worker.group.waited_s + (0.0 if server is None else server.waited_s)
+        waited_s = sum(group.waited_s for group in (self.worker.group, *self.worker.mesh.parts))
+        return waited_s + (0.0 if server is None else server.waited_s)
 
     def _pass_gate(self) -> None:
         """Wait at the gate; where all make the same ticks, receive their control bits."""
@@ -461,8 +471,8 @@ class Loop:
             replica.control.received |= bits
             self.anybody = bool(bits & MORE)
 
-    def _count(self, part: Slice, unused: int) -> None:
-        position, rows = self.position, part.rows
+    def _count(self, part: Slice, rows: int, unused: int) -> None:
+        position = self.position
         if self.worker.elastic and part.global_rows is not None:  # a worker that is lost takes no count with it
             rows = part.global_rows if self.lockstep else 0  # else they are counted as all meet
             unused = part.global_rows if unused and self.lockstep and not self.has_rounds else unused
@@ -499,9 +509,14 @@ class Loop:
             self.worker.emit("warning", step=self.replica.step, kind="staleness", message=warning)
         return {**drained, **self.staleness.news()}
 
-    def _sent_bytes(self) -> int:
+    def _ledgers(self) -> list[Ledger]:
+        """Of all that this worker sends."""
         server = self.worker.server
-        return self.worker.group.ledger.total_bytes + (0 if server is None else server.ledger.total_bytes)
+        groups = [group.ledger for group in (self.worker.group, *self.worker.mesh.parts)]
+        return [*groups, *self.replica.executor.ledgers(), *([] if server is None else [server.ledger])]
+
+    def _sent_bytes(self) -> int:
+        return sum(ledger.total_bytes for ledger in self._ledgers())
 
     def note_partial(self, slices: Sequence[Sequence[int]]) -> None:
         """These are all slices so far, as `End.partial` has them, that only some shards of the server have."""
@@ -751,7 +766,7 @@ class Loop:
             "effective_rate": rate * self.plan.strategy.rate_factor(replicas),
             "own_pace": self.plan.strategy.leasing() is not None,
             "workers": size,
-            "parameters": self.replica.layout.size,
+            "parameters": self.replica.parameter_count(),
             "threads": torch.get_num_threads(),
             "device": str(self.worker.device),
             "loader_processes": loading.processes,
@@ -819,8 +834,10 @@ class Loop:
             self.state, test=over, worker_callback=self.worker_callback if over else None
         )
         worker.driver.collect(worker.group)
-        ledger = worker.group.ledger.as_dict() | ({} if worker.server is None else worker.server.ledger.as_dict())
-        own = {"rows": self.position.rows, "unused": self.position.unused, "ledger": ledger}
+        ledger = Ledger()
+        for one in self._ledgers():
+            ledger.include(one)
+        own = {"rows": self.position.rows, "unused": self.position.unused, "ledger": ledger.as_dict()}
         if worker.elastic and worker.rank:  # each has counted everybody's
             own |= {"rows": 0, "unused": 0 if self.lockstep and not self.has_rounds else own["unused"]}
         if not worker.shares_process:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.errors import BadInput
+from manyhands.parallel.spec import ModelParallel
+from manyhands.parallel.staged import staged
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.replica.shard import ParameterShard
 from manyhands.strategies.base import Strategy
@@ -34,6 +36,7 @@ class WorkerPlan:
     keep: BestModelPolicy = KEEP_LAST
     nonfinite: str = "raise"
     partition: str = "none"
+    model_parallel: ModelParallel | None = None
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None
@@ -104,11 +107,21 @@ def build_model(task: Task) -> nn.Module:
     return model
 
 
-def make_executor(task: Task, worker: Worker) -> StepExecutor:
-    """What makes this worker's steps: the task's own, or autograd with its optimizer."""
+def make_executor(
+    task: Task,
+    worker: Worker,
+    model_parallel: ModelParallel | None = None,
+    first_rows: Callable[[], Any] = lambda: None,
+) -> StepExecutor:
+    """What makes this worker's steps: the task's own, a stage of its model, or autograd with its optimizer.
+
+    first_rows: gives a batch of this worker's rows, on which a model is traced that is to be cut.
+    """
     if task.executor is not None:
         executor: StepExecutor = task.executor(task, worker)
         return executor
+    if model_parallel is not None:
+        return staged(task, worker, model_parallel, first_rows)
     return AutogradExecutor(
         lambda: build_model(task).to(worker.device),
         task.optimizer,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from manyhands.checkpoint import checkpoints, run_state
+from manyhands.checkpoint import by_replica, checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.part_writer import PartWriter, WrittenPart
 from manyhands.data.feed import Feed
@@ -38,6 +38,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.declared = run_state.declared(self.replica)
+        self._names = set(self.replica.layout.names)
         self._writer = PartWriter(at_once=self.worker.shares_process)
 
     def save(self, position: TrainingPosition, state: State) -> None:
@@ -148,8 +149,11 @@ class Saver:
         self.worker.emit("warning", step=self.replica.step, message=message)
 
     def _keeps_best(self) -> bool:
-        """Whether this rank's checkpoint holds the best model: rank 0's holds everybody's, a member its own."""
-        return self.worker.rank == 0 or not self.plan.strategy.needs.one_model
+        """Whether this rank's checkpoint holds the best model: the first replica's holds everybody's, a member its own."""
+        return self.worker.mesh.rows[0] == 0 or not self.plan.strategy.needs.one_model
+
+    def _holds(self, parameter: str) -> bool:
+        return parameter in self._names
 
     def resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         """Restore replica, server and best model from a checkpoint; the strategy's state and the position."""
@@ -158,10 +162,12 @@ class Saver:
 
     def _resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         self._check(saved)
-        rank, size = self.worker.rank, self.worker.size
-        state, values = run_state.restore(
-            saved, self.replica, state, rank, size, self.total_ticks, self.warnings.append
-        )
+        rank, size, mesh = self.worker.rank, self.worker.size, self.worker.mesh
+        snapshot: run_state.Snapshot = saved
+        place = rank, size
+        if (then := by_replica.members_of(saved)) != mesh.model.size or (then > 1 and saved.ranks != size):
+            snapshot, place = by_replica.ByReplica(saved, self._holds), mesh.rows
+        state, values = run_state.restore(snapshot, self.replica, state, *place, self.total_ticks, self.warnings.append)
         was, now = values["options"], self._options()
         for fact in ("total", "threads", "fingerprint", "options"):
             del values[fact]
@@ -188,9 +194,9 @@ class Saver:
             for count, total in counts.items():
                 setattr(position, count, total)
         self.replica.rounds, self.replica.tick = position.rounds, max(0, position.tick - 1)
-        source = rank if self._keeps_best() else 0
-        kept = saved.tensors(source) if self.plan.keep.metric else {}
-        self.best.restore(self.replica, kept, saved.values(source)["keep"])
+        source = place[0] if self._keeps_best() else mesh.coordinate if snapshot is saved else 0
+        kept = dict(snapshot.reader(source)) if self.plan.keep.metric else {}
+        self.best.restore(self.replica, kept, snapshot.values(source)["keep"])
         return state, position
 
     def _check(self, saved: Checkpoint) -> None:

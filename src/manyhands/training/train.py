@@ -31,6 +31,7 @@ from manyhands.engines.survive import Survive
 from manyhands.errors import BadInput, CallbackFailed, ManyhandsError, Preempted, WorkerFailed
 from manyhands.events import Event
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
+from manyhands.parallel.spec import ModelParallel
 from manyhands.recording.recorder import Recorder
 from manyhands.recording.run import Run
 from manyhands.signals import PREEMPTED, sigterm_to
@@ -65,6 +66,7 @@ def train(
     keep: str = "last",
     nonfinite: str = "raise",
     partition: str = "none",
+    model_parallel: str | ModelParallel | None = None,
     max_seconds: float | None = None,
     timeout_s: float = 300.0,
     survive: str | Survive | None = None,
@@ -92,6 +94,8 @@ def train(
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     partition: "none": each global batch is dealt anew to all workers. "fixed": each worker keeps its part of the rows,
         a block of neighbours, and draws its order there; at their own pace too, where nobody then takes another's rows.
+    model_parallel: how one replica spans several workers: "stages=2", or a ModelParallel. Without it each worker holds
+        the whole model.
     max_seconds: stop all workers at the same step after so long.
     timeout_s: a worker without any progress for so long ends the run, or counts as lost where it survives that.
     survive: which losses of workers the run survives: "max_losses=3", or a Survive. Without it a lost worker ends it.
@@ -111,6 +115,7 @@ def train(
         directory=None if run_dir is None else path_of(run_dir),
         survive=Survive.of(survive),
         partition=partition,
+        model_parallel=ModelParallel.of(model_parallel),
     )
     if config.strategy.server() is None and servers != 1:
         LOG.warning("servers=%s has no effect: strategy %s has no parameter server", servers, config.strategy.name)
@@ -127,6 +132,7 @@ def train(
         keep=keep_of(keep, config.task),
         nonfinite=nonfinite,
         partition=partition,
+        model_parallel=config.model_parallel,
         max_seconds=max_seconds,
         checkpoints=config.directory / CHECKPOINTS if config.directory else None,
     )

@@ -17,6 +17,7 @@ from manyhands.errors import Unsupported
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
+from manyhands.replica.shard import ParameterSlice
 from manyhands.strategies.base import State as StrategyState
 from manyhands.task import Metrics
 from manyhands.training.best_model import BestModel
@@ -136,14 +137,14 @@ class Validator:
         """On ranks that return them: the answer's values, or each member's of an ensemble, copied to the CPU."""
         wanted = self.worker.rank == 0 or self.plan.every_rank_returns
         if self.plan.strategy.needs.one_model:
-            if not wanted:
-                return []
+            if not (self.plan.every_rank_returns or self.worker.mesh.rows[0] == 0):
+                return []  # nobody asks this replica
             trained = self.replica.named(parameters)
             rest: dict[str, Tensor] = {}
             if self._rest(self.replica.model):
                 with evaluation.holding(self.replica, parameters, buffers) as model:
                     rest = _own(self._rest(model))
-            return [(_own(trained), _own(buffers), rest)]
+            return [self._joined((_own(trained), _own(buffers), rest))]
         with evaluation.holding(self.replica, parameters, buffers):
             members = evaluation.ensemble_of(self.replica, self.worker.mesh.data).members
         if not wanted:
@@ -154,6 +155,40 @@ class Validator:
             (_own(p), _own(dict(m.named_buffers())), _own(self._rest(m)))
             for m, p in zip(members, trainable, strict=True)
         ]
+
+    def _joined(self, own: State) -> State:
+        """The whole model's, of what each worker of a replica holds; on its first one, unless every rank returns it. A
+        collective of these workers."""
+        members, counts = self.worker.mesh.model, self.replica.executor.counts
+        if members.size == 1:
+            return own
+        everywhere = self.plan.every_rank_returns
+        slices = {name: part for shard in self.replica.shards for name, part in shard.slices.items()}
+        counted = [{name: tensor for name, tensor in part.items() if counts(name)} for part in own]
+        listed = [{name: _listed(tensor, slices.get(name)) for name, tensor in part.items()} for part in counted]
+        joined: State = {}, {}, {}
+        for rank, theirs in enumerate(members.all_gather_json(listed)):
+            for into, part, named in zip(joined, counted, theirs, strict=True):
+                for name, (whole, start, stop, dtype) in named.items():
+                    tensor = part.get(name) if rank == members.rank else None
+                    if tensor is None and (everywhere or members.rank == 0):
+                        tensor = torch.empty(
+                            [b - a for a, b in zip(start, stop, strict=True)], dtype=getattr(torch, dtype)
+                        )
+                    if tensor is None:
+                        continue
+                    if everywhere:
+                        members.broadcast_(tensor, rank)
+                    elif rank and members.rank == 0:
+                        members.receive_(tensor, rank)
+                    elif rank:
+                        members.send(tensor, 0)
+                    if list(tensor.shape) == whole:
+                        into[name] = tensor
+                    else:
+                        all_of_it = into.setdefault(name, torch.empty(whole, dtype=tensor.dtype))
+                        all_of_it[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = tensor
+        return joined
 
     def _rest(self, model: nn.Module) -> dict[str, Tensor]:
         """What the state_dict of a model has besides trainable parameters and buffers, where a run directory wants it."""
@@ -171,6 +206,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Bit for bit: a NaN is itself."""
     views = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*views)
+
+
+def _listed(tensor: Tensor, part: ParameterSlice | None) -> tuple[list[int], list[int], list[int], str]:
+    """(the shape of all of it, where this part begins and ends, the dtype)"""
+    shape = list(tensor.shape) if part is None else list(part.shape)
+    start = [0] * tensor.dim() if part is None else list(part.start)
+    return shape, start, list(tensor.shape) if part is None else list(part.stop), str(tensor.dtype)[6:]
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

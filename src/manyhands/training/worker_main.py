@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from manyhands.errors import PeerLost, Unsupported
+from manyhands.parallel.mesh import mesh_of
 from manyhands.training.epochs import AsyncEpochs, LockstepEpochs
 from manyhands.training.joining import join
 from manyhands.training.loop import Loop, Regroup
@@ -29,6 +30,8 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     worker.driver.progress("start", 0)
     if plan.every_rank_returns and any(worker.group.all_gather_json(plan.finished)):
         return None
+    if plan.model_parallel is not None:
+        worker.mesh = mesh_of(worker, plan.model_parallel.workers)
     loop = make_loop(plan, worker)
     try:
         if worker.elastic:

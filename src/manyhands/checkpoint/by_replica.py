@@ -1,0 +1,76 @@
+"""A checkpoint of replicas that are cut into other parts now: each replica's tensors, of those that a worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.checkpoint.checkpoints import Checkpoint
+
+_BY_PARAMETER = ("parameters", "strategy", "optimizer", "best")
+_BY_BUFFER = ("buffers", "best_buffers")
+
+
+class ByReplica:
+    """A `run_state.Snapshot` whose ranks are replicas, each written by so many workers.
+
+    A tensor is read from the first of these that has it, a buffer from the one whose it is. What belongs to one worker
+    alone, its random state, is left out.
+    """
+
+    def __init__(self, saved: Checkpoint, holds: Callable[[str], bool]) -> None:
+        """holds: whether a parameter is one of this worker's."""
+        self._saved, self._holds = saved, holds
+        self._members = members_of(saved)
+        self.ranks = saved.ranks // self._members
+
+    def reader(self, rank: int) -> Mapping[str, Tensor]:
+        """A replica's tensors by name, each read when it is asked for."""
+        found: dict[str, Mapping[str, Tensor]] = {}
+        known = self.values(rank)["slices"]
+        for member in self._of(rank):
+            own, buffers = self._saved.reader(member), set(self._saved.values(member).get("buffers", ()))
+            for name in own:
+                kind, _, rest = name.partition("/")
+                parameter = rest if kind in ("parameters", "best") else rest.partition("/")[2]
+                if kind in _BY_PARAMETER and (parameter not in known or self._holds(parameter)):
+                    found.setdefault(name, own)  # what a strategy keeps of no parameter is alike on all
+                elif kind in _BY_BUFFER and (rest in buffers or name not in found):
+                    found[name] = own
+        return _Joined(found)
+
+    def values(self, rank: int) -> dict[str, Any]:
+        """The first of its workers', with all of their optimizer's; no random state."""
+        everyone = [self._saved.values(member) for member in self._of(rank)]
+        optimizer = dict(everyone[0]["optimizer"])
+        optimizer["values"] = {
+            name: held for one in everyone for name, held in one["optimizer"]["values"].items() if self._holds(name)
+        }
+        slices = {name: part for one in reversed(everyone) for name, part in one["slices"].items()}
+        return everyone[0] | {"optimizer": optimizer, "slices": slices, "random": None}
+
+    def _of(self, replica: int) -> range:
+        return range(replica * self._members, (replica + 1) * self._members)
+
+
+class _Joined(Mapping[str, Tensor]):
+    """Of several files as one."""
+
+    def __init__(self, found: dict[str, Mapping[str, Tensor]]) -> None:
+        self._found = found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._found[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def members_of(saved: Checkpoint) -> int:
+    """How many workers held a replica together when it was written."""
+    return int(saved.values(0).get("members", 1))

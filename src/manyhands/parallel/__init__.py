@@ -1,0 +1,1 @@
+"""One replica over several workers: its model is cut into stages."""

@@ -1,0 +1,127 @@
+"""Building a part of a model with one process's random numbers: each parameter has the value that it has in the whole model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from manyhands.parallel.absent import Absent
+
+_DRAWS = frozenset(
+    ["normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"]
+)
+_building = threading.Lock()  # the hook on registrations is the process's
+
+
+def build(make: Callable[[], nn.Module], held: Collection[str] | None = ()) -> nn.Module:
+    """What `make` builds, in which all parameters but those that are held are absent. The random stream goes on as if all
+    were there.
+
+    held: names, any of a tied parameter's; None: all. Memory is for what is held and one parameter besides. Two calls
+    of `make` are needed where something is held, since a parameter has no name yet when it is registered.
+    """
+    if held is None:
+        return make()
+    state = torch.get_rng_state()
+    model = _build(make, frozenset())
+    if not held:
+        return model
+    numbers = {model_parameter_number(p) for name, p in _every_name(model) if name in held}
+    torch.set_rng_state(state)
+    return _build(make, numbers)
+
+
+def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
+    """The same of a module that is there: its other parameters become absent, in place."""
+    every = _every_name(model)
+    kept = {id(p) for name, p in every if name in held}
+    made: dict[int, Absent] = {}
+    for name, p in every:
+        if id(p) in kept:
+            continue
+        module, _, last = name.rpartition(".")
+        absent = made.setdefault(id(p), _absent_parameter(p))
+        model.get_submodule(module)._parameters[last] = absent  # type: ignore[assignment]
+    _name_them(model)
+    return model
+
+
+def is_absent(p: Tensor) -> bool:
+    return isinstance(p, Absent)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """{each further name of a tied parameter: its first one, which `named_parameters` gives}"""
+    first: dict[int, str] = {}
+    return {name: first[id(p)] for name, p in _every_name(model) if first.setdefault(id(p), name) != name}
+
+
+def model_parameter_number(p: Any) -> int:
+    """The place of a parameter of a built model in the order of registrations."""
+    return int(p._number)
+
+
+def _build(make: Callable[[], nn.Module], numbers: Collection[int]) -> nn.Module:
+    count = 0
+
+    def registered(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
+        nonlocal count
+        if threading.get_ident() != own or p is None or hasattr(p, "_number"):  # of another thread, or tied
+            return None
+        kept = p if count in numbers else _absent_parameter(p)
+        kept._number = count  # type: ignore[union-attr]
+        count += 1
+        return kept
+
+    own = threading.get_ident()
+    with _building:
+        handle = register_module_parameter_registration_hook(registered)
+        try:
+            with _Drawing():  # type: ignore[no-untyped-call]
+                model = make()
+        finally:
+            handle.remove()
+    _name_them(model)
+    return model
+
+
+def _name_them(model: nn.Module) -> None:
+    for name, p in _every_name(model):
+        if isinstance(p, Absent) and not p.parameter:
+            p.parameter = name
+
+
+def _every_name(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Tied parameters by each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _absent_parameter(p: Tensor) -> Absent:
+    absent = Absent.like(p, parameter="")
+    absent._is_param = True  # what isinstance(…, nn.Parameter) asks for
+    with torch._C.DisableTorchFunctionSubclass():
+        absent.requires_grad_(p.requires_grad)
+    return absent
+
+
+class _Drawing(TorchDispatchMode):
+    """Random fills of absent parameters draw, into memory that nobody reads: later ones get the numbers that they would."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        name = func._schema.name.split("::")[1]
+        if name in _DRAWS and isinstance(args[0], Tensor) and args[0].device.type == "meta":
+            scratch = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
+            func(scratch, *args[1:], **given)
+            return args[0]
+        return func(*args, **given)

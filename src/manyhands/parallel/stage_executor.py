@@ -1,0 +1,208 @@
+"""The executor of one stage of a model: micro-batches forward and back in a schedule's order, between its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from manyhands.comm.group import Group, Ledger
+from manyhands.comm.stage_channel import Sent, StageChannel
+from manyhands.data.batch import rows_of, slice_rows
+from manyhands.errors import BadInput
+from manyhands.parallel.build import build, is_absent, take_away
+from manyhands.parallel.schedules import Schedule, actions, micro_batches_of
+from manyhands.parallel.stage_program import Pass, StageProgram
+from manyhands.parallel.trace import Cut, Trace, check_held
+from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
+from manyhands.task import Evaluate, Metrics, Summed, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlace:
+    """Where a worker stands in its replica, and what it reaches."""
+
+    stage: int
+    members: Group
+    """The workers of the replica, in the order of their stages."""
+    before: StageChannel | None
+    after: StageChannel | None
+    tied: Mapping[tuple[int, ...], Group]
+    """By the stages that hold the same parameters, this one among them."""
+
+    @property
+    def stages(self) -> int:
+        return self.members.size
+
+
+class StageExecutor(AutogradExecutor):
+    """A stage of the task's model. Gradients are those of the mean over all of the replica's rows.
+
+    Every micro-batch's gradient is that of its mean times its weight, and one scaling by the sum of the weights ends the
+    step, as `AutogradExecutor` does it. The model has all parameters to whoever looks at it; those of other stages are
+    absent, and no optimizer steps them.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        trace: Trace,
+        cuts: list[Cut],
+        place: StagePlace,
+        *,
+        schedule: Schedule = "1f1b",
+        micro_batches: int | None = None,
+    ) -> None:
+        """micro_batches: so many of a replica's rows, at most one a row; None: of the task's micro_batch_size."""
+        super().__init__(
+            self._make,
+            self._optimizer_of_stage,
+            loss=task.loss,
+            precision=task.precision,
+            micro_batch_size=task.micro_batch_size if micro_batches is None else None,
+            members=place.members,
+        )
+        self._task, self._trace, self._cuts, self.place = task, trace, cuts, place
+        self._schedule, self._micro_batches = schedule, micro_batches
+        self.stages_of = trace.stages_of(cuts)
+        """{parameter: the stages that hold it}"""
+        self.held = {name for name, stages in self.stages_of.items() if place.stage in stages}
+        check_held(trace.uses, self.held)
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> nn.Module:
+        given = self._task.model
+        model = take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
+        self._trainable_elsewhere = [p for p in model.parameters() if is_absent(p) and p.requires_grad]
+        for p in self._trainable_elsewhere:
+            _set_requires_grad(p, False)  # no part of the shards
+        return model
+
+    def _optimizer_of_stage(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The task's, made for the whole model, without what is absent: groups keep their number and rates."""
+        for p in self._trainable_elsewhere:
+            _set_requires_grad(p, True)
+        optimizer = self._task.optimizer(model)
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+            group["params"] = [p for p in group["params"] if not is_absent(p)]
+        return optimizer
+
+    @override
+    def build(self, allocate: Allocate) -> None:
+        super().build(allocate)
+        for shard in self.shards:
+            for name, part in shard.slices.items():
+                if self.stages_of[name][0] != self.place.stage:  # a tied one counts at the first stage that holds it
+                    shard.slices[name] = replace(part, counted=False)
+        self.program = StageProgram(self.model, self._cuts, self.place.stage)
+
+    @override
+    def ledgers(self) -> list[Ledger]:
+        channels = [channel for channel in (self.place.before, self.place.after) if channel is not None]
+        return [*(channel.ledger for channel in channels), *(group.ledger for group in self.place.tied.values())]
+
+    @override
+    def counts(self, name: str) -> bool:
+        if name in self._trace.buffers:
+            return self._trace.stage_of(name, self._cuts) == self.place.stage
+        return self.stages_of[self._trace.names.get(name, name)][0] == self.place.stage
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, batch: Any | None) -> StepLoss:
+        rows = 0 if batch is None else rows_of(batch)
+        pieces = list(micro_batches_of(rows, self._micro_batches, self._micro)) if rows else []
+        under_way: dict[int, Pass] = {}
+        summed = total = 0.0
+        for action in actions(self._schedule, self.place.stages, len(pieces), self.place.stage):
+            if action.forward:
+                start, stop = pieces[action.micro]
+                part = slice_rows(batch, start, stop) if len(pieces) > 1 else batch
+                under_way[action.micro] = own = self._forward_stage(part)
+                if self.place.after is None:
+                    mean, weight = self._measured(own.result, stop - start)
+                    own.values = [mean * weight if weight and len(pieces) > 1 else mean] if weight else []
+                    total += weight
+                    summed += float(mean.detach()) * weight if weight else 0.0
+            else:
+                own = under_way.pop(action.micro)
+                back = self.place.after.receive(self._device) if self.place.after is not None else None
+                own.backward([Sent(torch.ones_like(value)) for value in own.values] if back is None else back)
+                if self.place.before is not None:
+                    self.place.before.send("back", own.sent_back())
+        summed, total, stops = self.reduce(
+            torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
+        ).tolist()
+        grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
+        grad_mask = self._add_tied(grad_mask)
+        return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
+
+    def _forward_stage(self, rows: Any) -> Pass:
+        before, after = self.place.before, self.place.after
+        received = [] if before is None else before.receive(self._device)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            own = self.program.run(self._measure, rows, received)
+        if after is not None:
+            after.send("forward", own.sent())
+        return own
+
+    def _measure(self, model: nn.Module, rows: Any) -> Any:
+        assert self._loss is not None
+        return self._loss(model, rows)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.shards[0].layout.device
+
+    def _add_tied(self, grad_mask: int) -> int:
+        """Gradients of parameters that several stages hold are added up; all of these then step alike."""
+        for stages, group in self.place.tied.items():
+            for shard in self.shards:
+                layout = shard.layout
+                views = layout.named(shard.gradients)
+                for name, number in zip(layout.names, layout.numbers, strict=True):
+                    if self.stages_of[name] != stages:
+                        continue
+                    got = torch.tensor([float(grad_mask >> number & 1)])
+                    group.all_reduce_(got)
+                    flat = views[name].reshape(-1)
+                    group.all_reduce_(flat)
+                    views[name].copy_(flat.view(views[name].shape))
+                    grad_mask |= int(bool(got)) << number
+        self.show_gradients(grad_mask)
+        return grad_mask
+
+    @override
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        """The last stage's metrics, on all of the replica's workers."""
+        with torch.no_grad(), torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            before, after = self.place.before, self.place.after
+            received = [] if before is None else before.receive(self._device)
+            own = self.program.run(function, batch, received)
+            if after is not None:
+                after.send("forward", own.sent())
+        found = self.place.members.all_gather_json(None if after is not None else _as_json(own.result))[-1]
+        return {name: value[0] if len(value) == 1 else tuple(value) for name, value in found.items()}
+
+
+def _as_json(metrics: Metrics) -> dict[str, list[float]]:
+    found = {}
+    for name, value in metrics.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(part, Summed) for part in parts):
+            raise BadInput(
+                f"the metric {name} is a {type(parts[0]).__name__}, and with stages metrics are numbers, or (mean, weight)"
+            )
+        found[name] = [float(part) for part in parts if not isinstance(part, Summed)]
+    return found
+
+
+def _set_requires_grad(p: nn.Parameter, value: bool) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        p.requires_grad_(value)

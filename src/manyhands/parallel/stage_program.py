@@ -1,0 +1,231 @@
+"""One stage's span of the task's own program: what comes before it is skipped, and it stops where the next one begins."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from manyhands.comm.stage_channel import Sent
+from manyhands.errors import Unsupported
+from manyhands.parallel.absent import Absent, tensors_of
+from manyhands.parallel.trace import Cut, Numbering, Place, around_of
+
+_REMEDY = "a stage must call the same modules in the same order for every batch: cut elsewhere, or train without stages"
+
+
+class _StageOver(BaseException):
+    """Leaves the program at the next stage's first module."""
+
+
+@dataclass
+class Pass:
+    """One run over a micro-batch, forward and back."""
+
+    received: list[Sent] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # that the next stage needs
+    result: Any = None  # of the last stage's program
+    gradients: list[Tensor | None] = field(default_factory=list)  # of what was received, after backward
+
+    def sent(self) -> list[Sent]:
+        return [Sent(value, value.requires_grad) for value in self.values]
+
+    def sent_back(self) -> list[Sent]:
+        found = self.gradients or [None] * len(self.received)
+        return [
+            Sent(gradient if one.requires_grad else None) for one, gradient in zip(self.received, found, strict=True)
+        ]
+
+    def backward(self, gradients: Sequence[Sent]) -> None:
+        """gradients: of `values`, from the next stage."""
+        pairs = [
+            (value, one.tensor)
+            for value, one in zip(self.values, gradients, strict=True)
+            if value.requires_grad and one.tensor is not None
+        ]
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        self.values = []
+
+
+class _Received(torch.autograd.Function):
+    """What came from the stage before, as results of a function whose backward keeps their gradients. They are no leaves:
+    the program may change them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, own: Pass) -> tuple[Tensor, ...]:
+        ctx.own = own
+        ctx.set_materialize_grads(False)
+        values = [one.tensor for one in own.received if one.tensor is not None]
+        ctx.mark_non_differentiable(
+            *[one.tensor for one in own.received if one.tensor is not None and not one.requires_grad]
+        )
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.own.gradients = list(gradients)
+        return None, None
+
+
+class StageProgram:
+    """Runs one stage of a model whose other parameters are absent. The model stays as it is to everybody else."""
+
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut], stage: int) -> None:
+        """cuts: between all stages, in order."""
+        self.model = model
+        self.begin = cuts[stage - 1] if stage else None
+        self.end = cuts[stage] if stage < len(cuts) else None
+        self._active = self._before = False  # a run is under way; it has not reached this stage yet
+        self._pass = Pass()
+        self._kept: dict[Place, Tensor] = {}
+        self._shapes: dict[Any, Any] = {}  # what skipped modules give, by what they are given
+        self._trigger = torch.zeros((), requires_grad=True)
+        self._places = [place for cut in (self.begin, self.end) if cut is not None for place in cut.places]
+        self._numbering = Numbering(self._came_out) if any(p.kind == "result" for p in self._places) else None
+        self._install()
+
+    def run(self, function: Callable[[nn.Module, Any], Any], batch: Any, received: list[Sent]) -> Pass:
+        """`function(model, batch)` from this stage's first module to the next one's. received: of the stage before."""
+        own = self._pass = Pass(received)
+        self._active, self._before, self._kept = True, self.begin is not None, {}
+        try:
+            with nullcontext() if self._numbering is None else self._numbering:
+                own.result = function(self.model, batch)
+            if self._before or self.end is not None:
+                missed = self.begin if self._before else self.end
+                assert missed is not None
+                raise Unsupported(f"the program did not call {missed.name}, where a stage begins; {_REMEDY}")
+        except _StageOver:
+            pass
+        finally:
+            self._active, self._kept = False, {}
+        return own
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        modules = dict(self.model.named_modules())
+        outputs = {place.module for place in self._places if place.kind == "output"}
+        for name, module in modules.items():
+            if self._numbering is not None:
+                self._number(name, module)
+            if name in outputs:
+                module.register_forward_hook(self._catcher(name), with_kwargs=True)
+            if self.begin is None or not name or name == self.begin.name or name in around_of(self.begin.name):
+                continue
+            if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+                module.forward = types.MethodType(self._skipper(module.forward), module)
+        if self.begin is not None:
+            modules[self.begin.name].register_forward_pre_hook(self._at_begin, with_kwargs=True)
+        if self.end is not None:
+            modules[self.end.name].register_forward_pre_hook(self._at_end, with_kwargs=True)
+
+    def _number(self, name: str, module: nn.Module) -> None:
+        numbering = self._numbering
+        assert numbering is not None
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if self._active:
+                numbering.enter(name)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._active:
+                numbering.leave()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
+
+    def _skipper(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of a module's forward: before this stage it gives absent tensors."""
+
+        def skip(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not (self._active and self._before):
+                return forward(*args, **kwargs)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            key = (id(module), module.training, spec, *map(_kind_of, leaves))
+            if key not in self._shapes:
+                output = self._on_shapes(module, lambda: forward(*args, **kwargs))
+                found, shape = pytree.tree_flatten(output)
+                if any(isinstance(leaf, Tensor) and not isinstance(leaf, Absent) for leaf in found):
+                    return output  # of inputs that every stage has: computed each time
+                self._shapes[key] = found, shape
+            found, shape = self._shapes[key]
+            return pytree.tree_unflatten(
+                [Absent.like(leaf) if isinstance(leaf, Absent) else leaf for leaf in found], shape
+            )
+
+        return skip
+
+    def _on_shapes(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """What it gives; its buffers are another stage's to write."""
+        before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        try:
+            with torch.no_grad():
+                return forward()
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)
+
+    def _catcher(self, name: str) -> Callable[..., None]:
+        def caught(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._active:
+                for leaf, value in enumerate(tensors_of(output)):
+                    self._kept[Place("output", name, leaf)] = value
+
+        return caught
+
+    def _came_out(self, module: str, number: int, result: Any) -> None:
+        for leaf, value in enumerate(tensors_of(result)):
+            if (place := Place("result", module, leaf, number)) in self._places:
+                self._kept[place] = value
+
+    def _at_begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._active:
+            return None
+        if not self._before:
+            raise Unsupported(
+                f"the program calls {self.begin and self.begin.name} again, where a stage begins; {_REMEDY}"
+            )
+        assert self.begin is not None
+        came: list[Any] = [one.tensor for one in self._pass.received]
+        if torch.is_grad_enabled() and any(one.requires_grad for one in self._pass.received):
+            came = list(_Received.apply(self._trigger, self._pass))  # type: ignore[no-untyped-call]
+        for place, value in zip(self.begin.places, came, strict=True):
+            target = self._found(place, (args, kwargs))
+            if isinstance(target, Absent):
+                target.fill(value)
+        self._before = False
+        return pytree.tree_map(_filled, (args, kwargs))
+
+    def _at_end(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._active:
+            return
+        assert self.end is not None
+        self._pass.values = [_filled(self._found(place, (args, kwargs))) for place in self.end.places]
+        raise _StageOver
+
+    def _found(self, place: Place, arguments: Any) -> Tensor:
+        try:
+            return tensors_of(arguments)[place.leaf] if place.kind == "argument" else self._kept[place]
+        except (IndexError, KeyError):
+            raise Unsupported(
+                f"a value that {place.module} gave when the model was traced is not there for this batch; {_REMEDY}"
+            ) from None
+
+
+def _filled(value: Any) -> Any:
+    return value.filled if isinstance(value, Absent) and value.filled is not None else value
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Of a tensor its shape and dtype; of other things themselves, or their class."""
+    if isinstance(leaf, Tensor):
+        return isinstance(leaf, Absent), tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | type(None)) else type(leaf)

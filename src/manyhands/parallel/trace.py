@@ -1,0 +1,312 @@
+"""Where a model can be cut into stages: its program, run once without parameters and without their memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from manyhands import rng, units
+from manyhands.errors import BadInput, Unsupported
+from manyhands.parallel.absent import Absent, recorded, tensors_of
+from manyhands.parallel.build import build, take_away, tied_names
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a value that is needed after a cut is found, on both of its sides."""
+
+    kind: Literal["argument", "output", "result"]
+    """Of the call at the cut; of a module that was called before; of a function in the body of a module around the cut."""
+    module: str
+    leaf: int  # which of the tensors in it
+    number: int = 0  # of a function's call in that body
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module call at which a stage may begin."""
+
+    name: str
+    time: int
+    places: tuple[Place, ...]  # of the values that cross it
+    nbytes: int  # of them, for the micro-batch that was traced
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a program does with a model, as far as a cut needs to know it."""
+
+    cuts: tuple[Cut, ...]  # all possible ones, in order
+    refused: dict[str, str]  # why another module can begin no stage
+    uses: dict[str, tuple[int, ...]]  # of each parameter, by its first name
+    names: dict[str, str]  # of tied parameters: {a further name: the first one}
+    buffers: dict[str, int]  # when the module is called that has it, first
+
+    def chosen(self, names: Sequence[str]) -> list[Cut]:
+        """The cuts at these modules. BadInput for what is none, or out of order."""
+        by_name = {cut.name: cut for cut in self.cuts}
+        for name in names:
+            if name in by_name:
+                continue
+            near = get_close_matches(name, [*by_name, *self.refused], n=3)
+            why = self.refused.get(
+                name, "the model has no such module" + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+            raise BadInput(f"cut={name}: {why}. Stages may begin at {self._listed()}")
+        found = [by_name[name] for name in names]
+        if any(a.time >= b.time for a, b in pairwise(found)):
+            raise BadInput(
+                f"cut=[{','.join(names)}] is not in the order of the calls: {', '.join(cut.name for cut in sorted(found, key=lambda cut: cut.time))}"
+            )
+        return found
+
+    def equal_cuts(self, stages: int, sizes: dict[str, int]) -> list[Cut]:
+        """Cuts that leave stages of about equally many parameters (`sizes`, by name), none without any. BadInput where
+        there are too few."""
+        if stages - 1 > len(self.cuts):
+            raise BadInput(
+                f"stages={stages} needs {stages - 1} places to cut the model, and it has {len(self.cuts)}: {self._listed()}. Give fewer stages"
+            )
+        total, found = sum(sizes.values()), list[Cut]()
+        before = [
+            sum(size for name, size in sizes.items() if self.uses[name] and self.uses[name][0] < cut.time)
+            for cut in self.cuts
+        ]
+        first = 0
+        for stage in range(1, stages):
+            last = len(self.cuts) - (stages - 1 - stage)
+            best = min(range(first, last), key=lambda i: abs(before[i] - total * stage / stages))
+            found.append(self.cuts[best])
+            first = best + 1
+        return found
+
+    def stages_of(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
+        """{parameter: the stages that use it}; one that is never used belongs to the first."""
+        times = [cut.time for cut in cuts]
+        return {
+            name: tuple(sorted({bisect_right(times, time) for time in at})) or (0,) for name, at in self.uses.items()
+        }
+
+    def stage_of(self, buffer: str, cuts: Sequence[Cut]) -> int:
+        """The stage that writes a buffer."""
+        return bisect_right([cut.time for cut in cuts], self.buffers[buffer])
+
+    def _listed(self) -> str:
+        return units.listed([cut.name for cut in self.cuts], 12) or "no module of it"
+
+
+def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+    """Run `loss` on one micro-batch with all parameters absent. Neither the random stream nor a given module changes.
+
+    Unsupported, with file and line, for a program that reads values of which a stage has none.
+    """
+    with rng.kept():
+        if isinstance(model, nn.Module):
+            with _without_parameters(model) as bare:
+                return _traced(bare, loss, batch)
+        return _traced(build(model), loss, batch)
+
+
+@dataclass
+class _Call:
+    time: int
+    name: str
+    around: str  # the module in whose body it is
+    arguments: list[Tensor]
+
+
+@dataclass
+class _Record:
+    """Notes of one run."""
+
+    time: int = 0
+    calls: list[_Call] = field(default_factory=list)
+    born: dict[int, int] = field(default_factory=dict)  # by id: when a value was made
+    values: list[Absent] = field(default_factory=list)  # all of them, so that no id comes twice
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    of_parameters: dict[str, list[int]] = field(default_factory=dict)
+    outputs: dict[int, list[tuple[str, int, str, int]]] = field(default_factory=dict)  # (module, leaf, around, when)
+    results: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # (module, number, leaf)
+
+    def made(self, absent: Absent) -> None:
+        self.born[id(absent)] = self.time
+        self.values.append(absent)
+
+    def used(self, absent: Absent) -> None:
+        if absent.parameter is None:
+            self.uses.setdefault(id(absent), []).append(self.time)
+        else:
+            self.of_parameters.setdefault(absent.parameter, []).append(self.time)
+
+
+class Numbering(TorchFunctionMode):
+    """Numbers the functions that are called in the body of each module call, in order."""
+
+    def __init__(self, result: Callable[[str, int, Any], None]) -> None:
+        """result: called with the module, the number, and what came out."""
+        super().__init__()
+        self._result, self._bodies = result, [["", 0]]
+
+    def enter(self, module: str) -> None:
+        self._bodies.append([module, 0])
+
+    def leave(self) -> None:
+        self._bodies.pop()
+
+    @property
+    def body(self) -> str:
+        """The module in whose body the program is."""
+        return str(self._bodies[-1][0])
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":
+            body: list[Any] = self._bodies[-1]
+            body[1] += 1
+            self._result(body[0], body[1], result)
+        return result
+
+
+def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+    record, modules = _Record(), dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
+
+    def came_out(module: str, number: int, result: Any) -> None:
+        for leaf, value in enumerate(tensors_of(result)):
+            record.results.setdefault(id(value), (module, number, leaf))
+
+    numbering = Numbering(came_out)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        record.time += 1
+        name, arguments = names[module], tensors_of((args, kwargs))
+        record.calls.append(_Call(record.time, name, numbering.body, arguments))
+        numbering.enter(name)
+        for value in arguments:
+            if isinstance(value, Absent):
+                record.used(value)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        numbering.leave()
+        for leaf, value in enumerate(tensors_of(output)):
+            if isinstance(value, Absent):
+                record.outputs.setdefault(id(value), []).append((names[module], leaf, numbering.body, record.time))
+        record.time += 1
+
+    handles = []
+    for module in modules.values():
+        handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+    try:
+        with recorded(record), numbering:
+            loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls = Counter(call.name for call in record.calls)
+    if calls[""] != 1:
+        raise Unsupported(
+            f"the loss calls the model {units.count(calls[''], 'time')}, and a stage is a span of one call: call it once, on all that it needs"
+        )
+    cuts, refused = _cuts(record, calls, modules)
+    uses = {name: tuple(sorted(set(record.of_parameters.get(name, [])))) for name, _ in model.named_parameters()}
+    first = {call.name: call.time for call in reversed(record.calls)}
+    buffers = {name: first.get(name.rpartition(".")[0], 0) for name, _ in model.named_buffers()}
+    return Trace(tuple(cuts), refused, uses, tied_names(model), buffers)
+
+
+def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -> tuple[list[Cut], dict[str, str]]:
+    """(the possible ones, why others are none)"""
+    cuts, refused = list[Cut](), dict[str, str]()
+    first = min((min(times) for times in record.of_parameters.values()), default=0)
+    for name, module in modules.items():
+        if name and not calls[name]:
+            refused[name] = (
+                "it is not called"
+                if not isinstance(module, nn.ModuleList | nn.ModuleDict)
+                else "it holds modules and is not called itself"
+            )
+    taken: set[frozenset[int]] = set()
+    for call in record.calls:
+        if not call.name:
+            continue
+        alive = [value for value in record.values if value.parameter is None and _is_alive(record, value, call.time)]
+        if calls[call.name] > 1:
+            refused[call.name] = f"it is called {calls[call.name]} times"
+        elif not any(True for _ in modules[call.name].parameters()):
+            refused[call.name] = "it has no parameters"
+        elif call.time <= first:
+            refused[call.name] = "nothing is computed before it"
+        elif not alive:
+            refused[call.name] = "it needs nothing of what comes before it"
+        else:
+            places = [_place(record, value, call) for value in alive]
+            if None in places:
+                value = alive[places.index(None)]
+                refused[call.name] = (
+                    f"a value of shape {list(value.shape)} is needed after it that is neither its argument nor what a module before it gave"
+                )
+            elif (crossing := frozenset(map(id, alive))) in taken:
+                refused[call.name] = "a module around it, or one before it, begins at the same place"
+            else:
+                taken.add(crossing)
+                nbytes = sum(value.numel() * value.element_size() for value in alive)
+                cuts.append(Cut(call.name, call.time, tuple(place for place in places if place is not None), nbytes))
+    return cuts, refused
+
+
+def _is_alive(record: _Record, value: Absent, time: int) -> bool:
+    return record.born[id(value)] < time and any(use >= time for use in record.uses.get(id(value), []))
+
+
+def _place(record: _Record, value: Absent, call: _Call) -> Place | None:
+    around = around_of(call.name)
+    for leaf, argument in enumerate(call.arguments):
+        if argument is value:
+            return Place("argument", call.name, leaf)
+    for module, leaf, body, when in record.outputs.get(id(value), []):
+        if body in around and when < call.time:
+            return Place("output", module, leaf)
+    found = record.results.get(id(value))
+    return Place("result", found[0], found[2], found[1]) if found is not None and found[0] in around else None
+
+
+def around_of(name: str) -> set[str]:
+    """The modules in which one lies, the model itself among them."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(len(parts))}
+
+
+@contextmanager
+def _without_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """Within, all parameters of a module are absent; what is written to its buffers is undone."""
+    own = [(module, dict(module._parameters)) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield take_away(model, ())
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
+        for module, parameters in own:
+            module._parameters.update(parameters)
+
+
+def check_held(uses: dict[str, tuple[int, ...]], held: Collection[str]) -> None:
+    """BadInput for a stage that has no parameter."""
+    if not held:
+        raise BadInput(
+            f"a stage would have none of the model's {len(uses)} parameters: cut elsewhere, or give fewer stages"
+        )

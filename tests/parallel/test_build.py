@@ -1,0 +1,84 @@
+"""A part of a model has the whole model's values, and its random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from stage_models import CNN, GPT, MLP
+from torch import nn
+
+from manyhands.parallel.build import build, is_absent, take_away, tied_names
+
+
+class DrawsItself(nn.Module):
+    """Parameters that are drawn before they are registered, and in the order of another loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(5))
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.register_buffer("noise", torch.rand(4))
+        for layer in reversed(self.layers):
+            nn.init.xavier_uniform_(layer.weight)
+            layer.bias.data.normal_()
+            layer.bias.data[0].zero_()
+        self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [GPT, MLP, CNN, DrawsItself])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_third_of_a_model_has_the_whole_models_bits(make: Callable[[], nn.Module], part: int) -> None:
+    torch.manual_seed(3)
+    whole = make()
+    after = torch.get_rng_state()
+    values = dict(whole.named_parameters())
+    held = set(list(values)[part::3])
+    torch.manual_seed(3)
+    model = build(make, held)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, p in model.named_parameters():
+        assert is_absent(p) == (name not in held)
+        assert (p.shape, p.dtype, p.requires_grad) == (
+            values[name].shape,
+            values[name].dtype,
+            values[name].requires_grad,
+        )
+        if name in held:
+            assert torch.equal(p, values[name]), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(whole.named_buffers())[name]), name
+
+
+def test_tied_parameters_stay_tied() -> None:
+    for held in ({"tokens.weight"}, {"head.weight"}, {"norm.weight"}):
+        model = build(GPT, held)
+        assert model.head.weight is model.tokens.weight
+        assert is_absent(model.head.weight) == ("norm.weight" in held)
+        assert tied_names(model) == {"head.weight": "tokens.weight"}
+
+
+def test_a_module_that_is_there_keeps_what_is_held() -> None:
+    model = GPT()
+    kept = model.blocks[1].norm1.weight
+    assert take_away(model, {"blocks.1.norm1.weight"}) is model
+    assert model.blocks[1].norm1.weight is kept
+    assert is_absent(model.head.weight)
+    assert model.head.weight is model.tokens.weight
+    assert sum(not is_absent(p) for p in model.parameters()) == 1
+
+
+def test_an_absent_parameter_takes_no_memory() -> None:
+    """Also while the model is built: its own part and one parameter."""
+    made = []
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(512, 512) for _ in range(8)]
+        made.append(
+            sum(p.untyped_storage().nbytes() for layer in layers for p in layer.parameters() if not is_absent(p))
+        )
+        return nn.Sequential(*layers)
+
+    build(make, {"2.weight"})
+    assert made == [0, 512 * 512 * 4]

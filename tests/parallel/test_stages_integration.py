@@ -1,0 +1,214 @@
+"""Replicas of several stages, in processes, train as replicas of one worker."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from stage_models import BATCH, LENGTH, MICRO, TASKS, WIDTH
+from torch import Tensor
+
+import manyhands as mh
+from manyhands.engines.base import LaunchSpec
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, Unsupported
+from manyhands.parallel.build import is_absent
+from manyhands.parallel.mesh import mesh_of
+from manyhands.parallel.spec import ModelParallel
+from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker_main import make_loop
+from manyhands.worker import Worker
+
+WITHIN = 1e-10
+
+
+@functools.cache
+def trained(name: str, workers: int, model_parallel: str | None, strategy: str = "allreduce", **fields: Any) -> mh.Run:
+    return mh.train(
+        TASKS[name].with_fields(**fields),
+        workers=workers,
+        engine="local",
+        strategy=strategy,
+        model_parallel=model_parallel,
+        threads_per_worker=1,
+    )
+
+
+def expect_alike(run: mh.Run, expected: mh.Run) -> None:
+    """Parameters, buffers, metrics, rows and the loss of each step."""
+    own, theirs = run.model.state_dict(), expected.model.state_dict()
+    assert own.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(own[name], value, rtol=0, atol=WITHIN, msg=lambda text, name=name: f"{name}: {text}")
+    assert run.metrics == pytest.approx(expected.metrics, abs=WITHIN)
+    assert run.rows["total"] == expected.rows["total"]
+    assert [row["loss"] for row in run.history] == pytest.approx([row["loss"] for row in expected.history], abs=WITHIN)
+    assert [row["rows"] for row in run.history] == [row["rows"] for row in expected.history]
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(name, replicas, stages, marks=[] if (name, replicas, stages) in FAST else SLOW)
+    for FAST in [{("gpt", 1, 2), ("cnn", 2, 2), ("lengths", 1, 3)}]
+    for name in ("gpt", "mlp", "cnn", "lengths")
+    for replicas in (1, 2)
+    for stages in (1, 2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "replicas", "stages"), CASES)
+def test_stages_train_as_one_worker_does(name: str, replicas: int, stages: int) -> None:
+    run = trained(name, replicas * stages, f"stages={stages}")
+    assert run.history[-1]["tick"] == 11
+    expect_alike(run, trained(name, replicas, None))
+
+
+def test_gradients_of_stages_alone_have_one_workers_bits() -> None:
+    """Nothing is tied, and no norm is added up in another order."""
+    run, expected = (trained("mlp", *given, clip_norm=None) for given in ((3, "stages=3"), (1, None)))
+    assert torch.equal(run.parameters, expected.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["schedule=gpipe", "micro_batches=4", "cut=[blocks.2.mlp]"])
+def test_options(options: str) -> None:
+    """Four micro-batches of 39 rows are those of ten rows each; of three rows, of one."""
+    run = trained("gpt", 2, f"stages=2,{options}")
+    expect_alike(run, trained("gpt", 1, None))
+
+
+STRATEGIES = [
+    "local-sgd:period=3",
+    "local-sgd:period=end",
+    "diloco:period=4",
+    "easgd:period=3,via=group",
+    "eamsgd:period=3,via=group",
+    "gossip",
+]
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[] if name.startswith("diloco") else SLOW) for name in STRATEGIES]
+)
+def test_a_strategy_acts_between_stages_as_between_replicas(strategy: str) -> None:
+    expect_alike(trained("gpt", 4, "stages=2", strategy), trained("gpt", 2, None, strategy))
+
+
+def test_the_same_plan_and_seed_give_the_same_bits_with_dropout() -> None:
+    first, second = (trained.__wrapped__("dropout", 4, "stages=2", max_steps=4) for _ in range(2))
+    assert torch.equal(first.parameters, second.parameters)
+
+
+# -- inside a worker -----------------------------------------------------------------------------------------------------
+
+
+def inside(name: str, stages: int, worker: Worker) -> dict[str, Any]:
+    """Of a worker's loop before its first step, and of one step."""
+    spec = ModelParallel(stages=stages)
+    worker.mesh = mesh_of(worker, stages)
+    plan = WorkerPlan(task=TASKS[name], strategy=mh.strategies.strategy_of("allreduce"), model_parallel=spec)
+    loop = make_loop(plan, worker)
+    executor: Any = loop.replica.executor
+    held: dict[str, Tensor] = {
+        n: p.detach().clone() for n, p in loop.replica.model.named_parameters() if not is_absent(p)
+    }
+    batch = loop._first_rows()
+    loop.replica.begin_tick()
+    loop.replica.backward(batch)
+    sent = {k: v for ledger in executor.ledgers() for k, v in ledger.as_dict().items() if k in ("forward", "back")}
+    loop.train_feed.close()
+    drawn = torch.rand(4).tolist()
+    return {
+        "drawn": drawn,
+        "held": held,
+        "sent": sent,
+        "groups": [len(g["params"]) for g in loop.replica.optimizer.param_groups],
+    }
+
+
+@functools.cache
+def looked_at(name: str, stages: int) -> list[dict[str, Any]]:
+    with Local() as engine:
+        return engine.launch(functools.partial(inside, name, stages), LaunchSpec(workers=stages, threads_per_worker=1))
+
+
+def test_each_stage_begins_with_one_workers_parameters() -> None:
+    torch.manual_seed(TASKS["gpt"].seed)
+    whole = dict(TASKS["gpt"].model().named_parameters())
+    found = looked_at("gpt", 4)
+    assert {name for one in found for name in one["held"]} == set(whole)
+    for one in found:
+        for name, value in one["held"].items():
+            assert torch.equal(value, whole[name]), name
+    assert sum(len(one["held"]) for one in found) == len(whole) + 1  # the tied one is on two
+
+
+def test_a_tick_sends_each_cuts_bytes_forward_and_back() -> None:
+    """One value of [rows, length, width] float64 crosses each cut: what a block gives."""
+    nbytes = BATCH * LENGTH * WIDTH * 8
+    pieces = -(-BATCH // MICRO)
+    first, second = looked_at("gpt", 2)
+    assert first["sent"] == {"forward": {"bytes": nbytes, "messages": pieces}}
+    assert second["sent"] == {"back": {"bytes": nbytes, "messages": pieces}}
+
+
+def test_each_stage_draws_numbers_of_its_own() -> None:
+    drawn = [one["drawn"] for one in looked_at("gpt", 4)]
+    assert len({tuple(one) for one in drawn}) == 4
+
+
+def test_an_optimizers_groups_keep_their_number() -> None:
+    found = looked_at("gpt", 4)
+    assert {len(one["groups"]) for one in found} == {2}
+    assert all(sum(one["groups"]) == len(one["held"]) for one in found)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "strategy", "error", "said"),
+    [
+        (
+            4,
+            "stages=3",
+            "allreduce",
+            BadInput,
+            "a replica takes 3 workers, and 4 workers are no whole number of replicas: give 3 or 6",
+        ),
+        (2, "stages=0", "allreduce", BadInput, "stages must be a whole number of at least 1"),
+        (2, "stages=two", "allreduce", BadInput, "stages"),
+        (2, "stags=2", "allreduce", BadInput, "stages"),
+        (2, "stages=2,schedule=zigzag", "allreduce", BadInput, "1f1b"),
+        (2, "stages=2,micro_batches=0", "allreduce", BadInput, "micro_batches must be"),
+        (2, "stages=2,cut=[blocks.1,blocks.2]", "allreduce", BadInput, "begin at 1 cuts, and cut names 2"),
+        (2, "fsdp=2", "allreduce", Unsupported, "part 2"),
+        (2, "tensor=2", "allreduce", Unsupported, "part 2"),
+        (2, "stages=2", "hogwild", Unsupported, "write to one copy"),
+        (2, "stages=2", "ensemble", Unsupported, "many models"),
+        (2, "stages=2", "quorum", Unsupported, "server"),
+        (2, "stages=2", "allreduce:overlap=true", Unsupported, "overlap"),
+        (2, "stages=2", "diloco:streaming=2", Unsupported, "streaming"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    workers: int, given: str, strategy: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        trained("gpt", workers, given, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("stages=2,cut=[blocks.9]", r"the model has no such module; did you mean blocks\."),
+        ("stages=2,cut=[blocks]", "it holds modules and is not called itself"),
+        ("stages=3,cut=[blocks.2,blocks.1]", "not in the order of the calls: blocks.1, blocks.2"),
+    ],
+)
+def test_cuts_that_are_none(given: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        trained("gpt", 3 if "stages=3" in given else 2, given)

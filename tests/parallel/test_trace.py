@@ -1,0 +1,155 @@
+"""Where a program can be cut, and why elsewhere not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stage_models import CNN, GPT, LENGTH, MLP, VOCABULARY, masked
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from manyhands.errors import BadInput, Unsupported
+from manyhands.parallel.trace import Trace, trace
+
+TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) % VOCABULARY
+
+
+def of_model(model: Any, batch: Tensor) -> Trace:
+    return trace(model, lambda model, batch: model(batch).sum(), batch)
+
+
+def test_a_gpt_is_cut_at_its_blocks_and_within() -> None:
+    found = trace(GPT, masked, (TOKENS, TOKENS))
+    names = [cut.name for cut in found.cuts]
+    assert names == sorted(names, key=lambda name: next(cut.time for cut in found.cuts if cut.name == name))
+    assert {"blocks.0", "blocks.3", "norm", "head", "blocks.1.mlp", "blocks.2.attention"} <= set(names)
+    by_name = {cut.name: cut for cut in found.cuts}
+    width = 3 * LENGTH * 16 * 4
+    assert by_name["blocks.1"].nbytes == width
+    assert by_name["blocks.1.mlp"].nbytes == 2 * width  # what is added to it, too
+    assert [place.kind for place in by_name["blocks.1.mlp"].places] == ["result", "argument"]
+    assert [place.kind for place in by_name["blocks.1.attention"].places] == ["output", "argument"]
+    assert found.names == {"head.weight": "tokens.weight"}
+
+
+def test_tied_parameters_belong_to_each_stage_that_uses_them() -> None:
+    found = trace(GPT, masked, (TOKENS, TOKENS))
+    stages = found.stages_of(found.chosen(["blocks.1", "blocks.3"]))
+    assert stages["tokens.weight"] == (0, 2)
+    assert stages["places.weight"] == stages["blocks.0.norm1.weight"] == (0,)
+    assert stages["blocks.1.norm1.weight"] == (1,)
+    assert stages["norm.weight"] == (2,)
+
+
+def test_cuts_leave_stages_of_about_equally_many_parameters() -> None:
+    model = MLP()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    found = of_model(MLP, torch.zeros(2, 12))
+    for stages in (2, 3, 4):
+        cuts = found.equal_cuts(stages, sizes)
+        held = [
+            sum(size for name, size in sizes.items() if found.stages_of(cuts)[name] == (stage,))
+            for stage in range(stages)
+        ]
+        assert sum(held) == sum(sizes.values())
+        assert min(held) > 0
+
+
+def test_neither_the_random_stream_nor_a_module_changes() -> None:
+    model, state = CNN(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = of_model(model, torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)))
+    assert found.cuts
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.device.type == "cpu" and type(p) is nn.Parameter for p in model.parameters())
+
+
+class Calls(nn.Module):
+    """A model whose body is given."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.idle = nn.Linear(1, 1)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def plain(model: Calls, x: Tensor) -> Tensor:
+    return model.third(model.second(model.first(x)))
+
+
+ROWS = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "why"),
+    [
+        (plain, "first", "nothing is computed before it"),
+        (plain, "idle", "it is not called"),
+        (lambda m, x: m.third(m.second(m.second(m.first(x)))), "second", "it is called 2 times"),
+        (lambda m, x: m.third(m.first(x) + m.second(x)), "second", None),
+        (lambda m, x: (m.first(x), m.third(m.second(x)))[1], "second", "it needs nothing of what comes before it"),
+    ],
+)
+def test_why_a_module_begins_no_stage(body: Any, name: str, why: str | None) -> None:
+    found = of_model(lambda: Calls(body), ROWS)
+    assert found.refused.get(name) == why or (why is not None and why in found.refused[name])
+    if why is None:
+        assert name in [cut.name for cut in found.cuts]
+        return
+    with pytest.raises(BadInput, match=rf"cut={name}: {why}.*Stages may begin at "):
+        found.chosen([name])
+
+
+def test_names_that_are_none_and_orders_that_are_none() -> None:
+    found = of_model(lambda: Calls(plain), ROWS)
+    with pytest.raises(BadInput, match="the model has no such module; did you mean second?"):
+        found.chosen(["secnd"])
+    with pytest.raises(BadInput, match="is not in the order of the calls: second, third"):
+        found.chosen(["third", "second"])
+    with pytest.raises(BadInput, match="stages=4 needs 3 places to cut the model, and it has 2: second, third"):
+        found.equal_cuts(4, {"first.weight": 1})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.third(m.first(x)) if m.first(x).sum() > 0 else x,
+        lambda m, x: m.third(m.first(x) * float(m.second(x).max())),
+        lambda m, x: m.third(m.first(x)[m.first(x) > 0].reshape(-1, 1).expand(-1, 4)),
+        lambda m, x: m.third(x * len(m.first(x).nonzero())),
+    ],
+)
+def test_a_program_that_reads_what_another_stage_computes_is_named_by_its_line(body: Any) -> None:
+    with pytest.raises(Unsupported, match=r"test_trace\.py:\d+: "):
+        of_model(lambda: Calls(body), ROWS)
+
+
+def test_a_value_that_is_written_into_a_tensor_of_every_stage() -> None:
+    def body(model: Calls, x: Tensor) -> Tensor:
+        out = torch.zeros(3, 4)
+        out[:, :2] = model.first(x)[:, :2]
+        return model.third(out)
+
+    with pytest.raises(Unsupported, match=r"test_trace\.py:\d+: this writes a value that another stage computes"):
+        of_model(lambda: Calls(body), ROWS)
+
+
+def test_masks_that_are_there_may_index() -> None:
+    def body(model: Calls, x: Tensor) -> Tensor:
+        left = torch.tensor([True, False, True])
+        return F.relu(model.third(model.second(model.first(x))[left]))
+
+    assert [cut.name for cut in of_model(lambda: Calls(body), ROWS).cuts] == ["second", "third"]
+
+
+def test_a_loss_that_calls_the_model_twice() -> None:
+    with pytest.raises(Unsupported, match="the loss calls the model 2 times"):
+        trace(lambda: Calls(plain), lambda model, batch: model(batch).sum() + model(batch).mean(), ROWS)
