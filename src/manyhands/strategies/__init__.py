@@ -30,7 +30,8 @@ CATALOGUE = {
 
 _TRAVELS = "how numbers travel (shared memory, a ring, nccl) is the engine's choice; what is averaged so is `allreduce`"
 _SPLIT = (
-    "one model over several workers is not built yet: under `allreduce` each holds it whole; torch's FSDP splits it"
+    "slices of each layer on several workers are not built yet; stages of a model are no strategy, but go with `allreduce` and others: "
+    "model_parallel='stages=2'"
 )
 _OPTIMIZER = "an optimizer, which the task's `optimizer` makes; its gradients are averaged by `allreduce`"
 _SOFTSYNC = (
