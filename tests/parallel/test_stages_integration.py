@@ -101,6 +101,18 @@ def test_the_same_plan_and_seed_give_the_same_bits_with_dropout() -> None:
     assert torch.equal(first.parameters, second.parameters)
 
 
+def test_what_a_run_says_of_its_stages() -> None:
+    run = trained("gpt", 2, "stages=2")
+    held = run.info["stages"]
+    assert [one["begins"] for one in held] == ["", "blocks.2"]
+    tied = run.model.tokens.weight.numel()
+    assert sum(one["parameters"] for one in held) == run.info["parameters"] + tied == run.parameters.numel() + tied
+    assert "1 replica of 2 workers" in run.summary()
+    assert run.rows["workers"] == [run.rows["total"], 0]
+    for row in run.history:
+        assert all(row[f"{part}_s"] > -1e-3 for part in ("input", "compute", "exchange", "wait"))
+
+
 # -- inside a worker -----------------------------------------------------------------------------------------------------
 
 

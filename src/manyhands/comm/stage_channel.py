@@ -86,6 +86,11 @@ class StageChannel:
             at = _aligned(at + nbytes)
         return found
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this end waited for the other one."""
+        return self._group.waited_s
+
     def close(self) -> None:
         self._mailbox.close()
         self._group.close()

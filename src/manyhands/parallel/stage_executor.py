@@ -14,6 +14,7 @@ from manyhands.comm.group import Group, Ledger
 from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
+from manyhands.malloc import giving_back
 from manyhands.parallel.build import build, is_absent, take_away
 from manyhands.parallel.schedules import Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import Pass, StageProgram
@@ -77,7 +78,8 @@ class StageExecutor(AutogradExecutor):
 
     def _make(self) -> nn.Module:
         given = self._task.model
-        model = take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
+        with giving_back():  # parameters that are drawn into scratch
+            model = take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
         self._trainable_elsewhere = [p for p in model.parameters() if is_absent(p) and p.requires_grad]
         for p in self._trainable_elsewhere:
             _set_requires_grad(p, False)  # no part of the shards
@@ -100,6 +102,20 @@ class StageExecutor(AutogradExecutor):
                 if self.stages_of[name][0] != self.place.stage:  # a tied one counts at the first stage that holds it
                     shard.slices[name] = replace(part, counted=False)
         self.program = StageProgram(self.model, self._cuts, self.place.stage)
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        begin = self.program.begin
+        own = {
+            "begins": "" if begin is None else begin.name,
+            "parameters": sum(shard.layout.size for shard in self.shards),
+        }
+        return {"stages": self.place.members.all_gather_json(own)}
+
+    @override
+    def waited_s(self) -> float:
+        channels = [channel for channel in (self.place.before, self.place.after) if channel is not None]
+        return sum(channel.waited_s for channel in channels) + sum(group.waited_s for group in self.place.tied.values())
 
     @override
     def ledgers(self) -> list[Ledger]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from manyhands import rng
 from manyhands.data.batch import rows_of, slice_rows
-from manyhands.parallel.build import build
 from manyhands.parallel.mesh import place_of
 from manyhands.parallel.schedules import micro_batches_of
 from manyhands.parallel.spec import ModelParallel
@@ -30,13 +27,6 @@ def staged(task: Task, worker: Worker, spec: ModelParallel, first_rows: Callable
         micro_batches_of(rows_of(batch), micro_batches, None if micro_batches else task.micro_batch_size)
     )
     found = trace(task.model, task.loss, slice_rows(batch, start, stop))
-    cuts = found.equal_cuts(spec.stages, _sizes(task)) if spec.cuts is None else found.chosen(spec.cuts)
+    cuts = found.equal_cuts(spec.stages) if spec.cuts is None else found.chosen(spec.cuts)
     place = place_of(worker, found, cuts)
     return StageExecutor(task, found, cuts, place, schedule=spec.schedule, micro_batches=micro_batches)
-
-
-def _sizes(task: Task) -> dict[str, int]:
-    """How many numbers each parameter has."""
-    with rng.kept():
-        model = task.model if isinstance(task.model, nn.Module) else build(task.model)
-        return {name: p.numel() for name, p in model.named_parameters()}

@@ -19,6 +19,7 @@ from manyhands import rng, units
 from manyhands.errors import BadInput, Unsupported
 from manyhands.parallel.absent import Absent, recorded, tensors_of
 from manyhands.parallel.build import build, take_away, tied_names
+from manyhands.parallel.planner.partition import partition
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Trace:
     cuts: tuple[Cut, ...]  # all possible ones, in order
     refused: dict[str, str]  # why another module can begin no stage
     uses: dict[str, tuple[int, ...]]  # of each parameter, by its first name
+    sizes: dict[str, int]  # how many numbers each parameter has
     names: dict[str, str]  # of tied parameters: {a further name: the first one}
     buffers: dict[str, int]  # when the module is called that has it, first
 
@@ -70,25 +72,18 @@ class Trace:
             )
         return found
 
-    def equal_cuts(self, stages: int, sizes: dict[str, int]) -> list[Cut]:
-        """Cuts that leave stages of about equally many parameters (`sizes`, by name), none without any. BadInput where
-        there are too few."""
+    def equal_cuts(self, stages: int) -> list[Cut]:
+        """Cuts whose largest stage has as few parameters as can be. BadInput where there are too few."""
         if stages - 1 > len(self.cuts):
             raise BadInput(
                 f"stages={stages} needs {stages - 1} places to cut the model, and it has {len(self.cuts)}: {self._listed()}. Give fewer stages"
             )
-        total, found = sum(sizes.values()), list[Cut]()
-        before = [
-            sum(size for name, size in sizes.items() if self.uses[name] and self.uses[name][0] < cut.time)
-            for cut in self.cuts
-        ]
-        first = 0
-        for stage in range(1, stages):
-            last = len(self.cuts) - (stages - 1 - stage)
-            best = min(range(first, last), key=lambda i: abs(before[i] - total * stage / stages))
-            found.append(self.cuts[best])
-            first = best + 1
-        return found
+        times = [cut.time for cut in self.cuts]
+        sizes = [0] * (len(times) + 1)  # of the units, how many numbers each has, from one possible cut to the next
+        for name, size in self.sizes.items():
+            sizes[bisect_right(times, self.uses[name][0]) if self.uses[name] else 0] += size
+        starts = partition(sizes, stages).starts
+        return [self.cuts[start - 1] for start in starts]
 
     def stages_of(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
         """{parameter: the stages that use it}; one that is never used belongs to the first."""
@@ -225,7 +220,8 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
     uses = {name: tuple(sorted(set(record.of_parameters.get(name, [])))) for name, _ in model.named_parameters()}
     first = {call.name: call.time for call in reversed(record.calls)}
     buffers = {name: first.get(name.rpartition(".")[0], 0) for name, _ in model.named_buffers()}
-    return Trace(tuple(cuts), refused, uses, tied_names(model), buffers)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    return Trace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers)
 
 
 def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -> tuple[list[Cut], dict[str, str]]:

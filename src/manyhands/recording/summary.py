@@ -68,6 +68,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_simulated(facts),
         *_cores(facts),
         *_batch(facts),
+        *_stages(facts),
         *_time(facts),
         *_exchanged(facts),
         *_survived(facts),
@@ -107,6 +108,16 @@ def _speed(facts: dict[str, Any]) -> Lines:
         units.count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _stages(facts: dict[str, Any]) -> Lines:
+    """Where the stages of a replica begin, and what each holds."""
+    stages, workers = facts["info"].get("stages"), facts["info"].get("workers", 1)
+    if not stages:
+        return []
+    held = [f"{one['begins'] or 'the beginning'} ({one['parameters']:,} parameters)" for one in stages]
+    replicas = units.count(workers // len(stages), "replica")
+    return [("stages", f"{replicas} of {units.count(len(stages), 'worker')}, from {'   '.join(held)}")]
 
 
 def _survived(facts: dict[str, Any]) -> Lines:
@@ -165,7 +176,7 @@ def _batch(facts: dict[str, Any]) -> Lines:
     return [
         (
             "batch",
-            f"{units.count(info['batch_size'], 'row')}, {units.number(info['batch_size_per_worker'])} a worker   "
+            f"{units.count(info['batch_size'], 'row')}, {units.number(info['batch_size_per_worker'])} a {'replica' if info.get('stages') else 'worker'}   "
             f"{rates}",
         ),
         ("planned", f"total steps {total}   parameters {info['parameters']:,}"),

@@ -91,6 +91,14 @@ class StepExecutor(ABC):
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         """What `function(model, batch)` measures, without gradients, the same on all members."""
 
+    def facts(self) -> dict[str, Any]:
+        """JSON: what a run's summary says of how this replica is held. A collective of the workers that hold it."""
+        return {}
+
+    def waited_s(self) -> float:
+        """Seconds that this worker waited otherwise than in the groups of `Mesh`, so far."""
+        return 0.0
+
     def ledgers(self) -> list[Ledger]:
         """Of what is sent otherwise than by the groups of `Mesh`."""
         return []

@@ -88,6 +88,7 @@ class _Turn:
     middle: float  # before its exchange
     apply_s: float  # of all ticks before it
     wait_s: float
+    stage_wait_s: float  # in its backward, for other stages
 
 
 class Loop:
@@ -384,9 +385,23 @@ class Loop:
         weight, rate = replica.weight, self._rate()
         if self.staleness is not None:
             self.staleness.before(replica.parameters, replica.gradients)
-        middle = clock()
+        middle, stage_wait_s = clock(), self._waited_s() - wait_s
         turn = self._turn = _Turn(
-            part, tick, values, loss, weight, rate, replica.step, rounds, pushes, start, begun, middle, apply_s, wait_s
+            part,
+            tick,
+            values,
+            loss,
+            weight,
+            rate,
+            replica.step,
+            rounds,
+            pushes,
+            start,
+            begun,
+            middle,
+            apply_s,
+            wait_s,
+            stage_wait_s if worker.mesh.model.size > 1 else 0.0,
         )
         worker.driver.progress("exchange", replica.step)
         try:
@@ -424,8 +439,8 @@ class Loop:
             rows=rows,
             unused=unused,
             input_s=self.input_s,
-            compute_s=turn.middle - turn.begun + apply_s,
-            exchange_s=end - turn.middle + turn.begun - turn.start - apply_s - wait_s,
+            compute_s=turn.middle - turn.begun + apply_s - turn.stage_wait_s,
+            exchange_s=end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.stage_wait_s,
             wait_s=wait_s,
             round=replica.rounds > turn.rounds,
             rate=self._rate(),
@@ -459,6 +474,7 @@ class Loop:
     def _waited_s(self) -> float:
         server = self.worker.server
         waited_s = sum(group.waited_s for group in (self.worker.group, *self.worker.mesh.parts))
+        waited_s += self.replica.executor.waited_s()
         return waited_s + (0.0 if server is None else server.waited_s)
 
     def _pass_gate(self) -> None:
@@ -772,6 +788,7 @@ class Loop:
             "loader_processes": loading.processes,
             "loader_option": loading.option,
             "clip_norm": self.task.clip_norm,
+            **self.replica.executor.facts(),
         }
 
     def _never_due(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ from manyhands.engines.own_rules import from_fields
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
 from manyhands.events import Event
+from manyhands.malloc import keep_freed_memory
 from manyhands.server.base import Server
 from manyhands.server.client import ServedServer
 from manyhands.server.replication.copy_host import Orders, serve_copy
@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # it loads TLS, which most runs do not need
     from manyhands.engines.hosts.network import Network
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def run(place: ProcessPlace) -> int:
@@ -379,21 +378,10 @@ def prepare_process(stacks: int, threads: int) -> None:
         sys.breakpointhook = refuse_breakpoint
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    _keep_freed_memory()
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
-
-
-def _keep_freed_memory() -> None:
-    """What large tensors leave stays with the process; the next ones would else cost a page fault for each 4 KB. glibc
-    comes to these thresholds by itself once a tensor of 32 MB was freed. Settings of the user's own hold."""
-    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def report(error: BaseException, driver: ProcessDriverClient) -> dict[str, Any]:

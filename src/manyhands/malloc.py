@@ -1,0 +1,40 @@
+"""What glibc's malloc does with memory that a program frees."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
+_KEEPS_BYTES, _GIVES_BACK_BYTES = 32 << 20, 1 << 20  # what is larger has pages of its own, which go when it is freed
+
+
+def keep_freed_memory() -> None:
+    """What large tensors leave stays with the process; the next ones would else cost a page fault for each 4 KB.
+
+    glibc comes to these thresholds by itself once a tensor of 32 MB was freed. Settings of the user's own hold.
+    """
+    if (mallopt := _mallopt()) is not None:
+        mallopt(_MMAP_THRESHOLD, _KEEPS_BYTES)
+        mallopt(_TRIM_THRESHOLD, 2 * _KEEPS_BYTES)
+
+
+@contextmanager
+def giving_back() -> Iterator[None]:
+    """Within, what is freed goes back to the system; afterwards as `keep_freed_memory` has it."""
+    if (mallopt := _mallopt()) is not None:
+        mallopt(_MMAP_THRESHOLD, _GIVES_BACK_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _mallopt() -> Callable[[int, int], Any] | None:
+    """None where there is no glibc, or the user has set what it does."""
+    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None)
