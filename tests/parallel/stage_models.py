@@ -95,6 +95,21 @@ class CNN(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+class Translator(nn.Module):
+    """One embedding of both languages and of the output: what the second one gives is needed behind a cut as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = (nn.Embedding(VOCABULARY, WIDTH) for _ in range(2))
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.join, self.head = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.source.weight = self.target.weight = self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        encoded, target = self.encoder(self.source(tokens)), self.target(tokens.flip(0))
+        return self.head(self.join(encoded, target) + target)
+
+
 def tokens(rows: int, seed: int = 0) -> TensorDataset:
     draws = torch.Generator().manual_seed(seed)
     return TensorDataset(*(torch.randint(VOCABULARY, (rows, LENGTH), generator=draws) for _ in range(2)))
@@ -148,6 +163,7 @@ def task(model: Any, loss: Any, data: Dataset[Any], held_out: Dataset[Any], **fi
 TASKS = {
     "gpt": task(GPT, masked, tokens(ROWS), tokens(20, seed=1)),
     "lengths": task(GPT, trimmed, tokens(79), tokens(20, seed=1)),  # the last batch has one row
+    "tied": task(Translator, masked, tokens(ROWS), tokens(20, seed=1)),
     "dropout": task(lambda: GPT(dropout=0.3), masked, tokens(ROWS), tokens(20, seed=1)),
     "mlp": task(MLP, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),
     "cnn": task(CNN, classified, numbers(ROWS, (1, 6, 6)), numbers(20, (1, 6, 6), seed=1)),

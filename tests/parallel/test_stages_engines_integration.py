@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_models import TASKS
+from stage_models import TASKS, masked
 
 import manyhands as mh
 from manyhands.engines.hosts.engine import Hosts
@@ -91,3 +91,23 @@ def test_a_stage_that_is_killed_ends_the_run() -> None:
     with pytest.raises(WorkerFailed, match="worker 1"):
         trained(3, "stages=3", "local:faults=kill=1@step:2")
     assert time.monotonic() - began < 15
+
+
+def failing(model: Any, batch: Any) -> Any:
+    value = masked(model, batch)
+    if batch[0].shape[0] == 9:  # the last micro-batch of 39 rows, once the program is past the last cut
+        raise ValueError("this row is no good")
+    return value
+
+
+def test_an_error_says_of_which_stage_and_micro_batch_it_is() -> None:
+    with pytest.raises(WorkerFailed, match="this row is no good") as raised:
+        mh.train(
+            TASKS["gpt"].with_fields(loss=failing),
+            workers=2,
+            engine="local",
+            model_parallel="stages=2",
+            threads_per_worker=1,
+        )
+    assert raised.value.rank == 1
+    assert "stage 1 of 2, micro-batch 3 of 4, forward" in raised.value.detail

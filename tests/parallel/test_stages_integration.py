@@ -71,12 +71,63 @@ def test_gradients_of_stages_alone_have_one_workers_bits() -> None:
     assert torch.equal(run.parameters, expected.parameters)
 
 
+def library_model(kind: str) -> torch.nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+    small = sizes | {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    small |= {"max_position_embeddings": 16}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, n_positions=16, **sizes)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return transformers.GPT2LMHeadModel(config).double()
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **small)).double()
+    if kind == "bert":
+        config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small)
+        return transformers.BertForSequenceClassification(config).double()
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, dropout_rate=0.0
+    )
+    config.decoder_start_token_id = config.pad_token_id = 0
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+def library_loss(kind: str, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    given, labels = batch
+    return model(input_ids=given, labels=labels[:, 0] % 2 if kind == "bert" else labels).loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
+    pytest.importorskip("transformers")
+    task = TASKS["gpt"].with_fields(
+        model=functools.partial(library_model, kind),
+        loss=functools.partial(library_loss, kind),
+        validation_data=None,
+        max_steps=6,
+    )
+    runs = [
+        mh.train(task, workers=stages, engine="local", model_parallel=f"stages={stages}", threads_per_worker=1)
+        for stages in (1, 2, 3)
+    ]
+    for run in runs[1:]:
+        torch.testing.assert_close(run.parameters, runs[0].parameters, rtol=0, atol=WITHIN)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["schedule=gpipe", "micro_batches=4", "cut=[blocks.2.mlp]"])
 def test_options(options: str) -> None:
     """Four micro-batches of 39 rows are those of ten rows each; of three rows, of one."""
     run = trained("gpt", 2, f"stages=2,{options}")
     expect_alike(run, trained("gpt", 1, None))
+
+
+def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:
+    """What it gives before the cut is the first stage's, though the second one has it, too."""
+    expect_alike(trained("tied", 2, "stages=2,cut=[join]"), trained("tied", 1, None))
 
 
 STRATEGIES = [

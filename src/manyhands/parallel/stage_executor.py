@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
 from manyhands.malloc import giving_back
 from manyhands.parallel.build import build, is_absent, take_away
-from manyhands.parallel.schedules import Schedule, actions, micro_batches_of
+from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import Pass, StageProgram
 from manyhands.parallel.trace import Cut, Trace, check_held
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
@@ -137,27 +138,41 @@ class StageExecutor(AutogradExecutor):
         under_way: dict[int, Pass] = {}
         summed = total = 0.0
         for action in actions(self._schedule, self.place.stages, len(pieces), self.place.stage):
-            if action.forward:
-                start, stop = pieces[action.micro]
-                part = slice_rows(batch, start, stop) if len(pieces) > 1 else batch
-                under_way[action.micro] = own = self._forward_stage(part)
-                if self.place.after is None:
-                    mean, weight = self._measured(own.result, stop - start)
-                    own.values = [mean * weight if weight and len(pieces) > 1 else mean] if weight else []
-                    total += weight
-                    summed += float(mean.detach()) * weight if weight else 0.0
-            else:
-                own = under_way.pop(action.micro)
-                back = self.place.after.receive(self._device) if self.place.after is not None else None
-                own.backward([Sent(torch.ones_like(value)) for value in own.values] if back is None else back)
-                if self.place.before is not None:
-                    self.place.before.send("back", own.sent_back())
+            with self._named(action, len(pieces)):
+                if action.forward:
+                    start, stop = pieces[action.micro]
+                    part = slice_rows(batch, start, stop) if len(pieces) > 1 else batch
+                    under_way[action.micro] = own = self._forward_stage(part)
+                    if self.place.after is None:
+                        mean, weight = self._measured(own.result, stop - start)
+                        own.values = [mean * weight if weight and len(pieces) > 1 else mean] if weight else []
+                        total += weight
+                        summed += float(mean.detach()) * weight if weight else 0.0
+                else:
+                    own = under_way.pop(action.micro)
+                    back = self.place.after.receive(self._device) if self.place.after is not None else None
+                    own.backward([Sent(torch.ones_like(value)) for value in own.values] if back is None else back)
+                    if self.place.before is not None:
+                        self.place.before.send("back", own.sent_back())
         summed, total, stops = self.reduce(
             torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
         ).tolist()
         grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
         grad_mask = self._add_tied(grad_mask)
         return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
+
+    @contextmanager
+    def _named(self, action: Action, micro_batches: int) -> Iterator[None]:
+        """An error within says of which stage and micro-batch it is."""
+        try:
+            yield
+        except Exception as error:
+            way = "forward" if action.forward else "back"
+            where = (
+                f"stage {self.place.stage} of {self.place.stages}, micro-batch {action.micro} of {micro_batches}, {way}"
+            )
+            error.add_note(f"manyhands: {where} (both count from 0)")
+            raise
 
     def _forward_stage(self, rows: Any) -> Pass:
         before, after = self.place.before, self.place.after

@@ -164,12 +164,19 @@ class StageProgram:
         return skip
 
     def _on_shapes(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """What it gives; its buffers are another stage's to write."""
+        """What it gives; its buffers are another stage's to write. A tied parameter that is here is as absent as the others."""
         before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        own = [(part, dict(part._parameters)) for part in module.modules()]
+        for part, parameters in own:
+            for name, p in parameters.items():
+                if p is not None and not isinstance(p, Absent):
+                    part._parameters[name] = Absent.like(p)  # type: ignore[assignment]
         try:
             with torch.no_grad():
                 return forward()
         finally:
+            for part, parameters in own:
+                part._parameters.update(parameters)
             for buffer, value in before:
                 buffer.data.copy_(value)
 
@@ -199,8 +206,12 @@ class StageProgram:
             came = list(_Received.apply(self._trigger, self._pass))  # type: ignore[no-untyped-call]
         for place, value in zip(self.begin.places, came, strict=True):
             target = self._found(place, (args, kwargs))
-            if isinstance(target, Absent):
-                target.fill(value)
+            if not isinstance(target, Absent):
+                raise Unsupported(
+                    f"a value that {place.module} gives is needed by the stage that begins at {self.begin.name}, and both stages compute it, of a parameter "
+                    "that they share: cut elsewhere"
+                )
+            target.fill(value)
         self._before = False
         return pytree.tree_map(_filled, (args, kwargs))
 

@@ -21,6 +21,8 @@ from manyhands.parallel.absent import Absent, recorded, tensors_of
 from manyhands.parallel.build import build, take_away, tied_names
 from manyhands.parallel.planner.partition import partition
 
+_NEARLY = 1.1  # so much larger a stage may be where cuts at outermost calls, at which fewer values cross, are to be had
+
 
 @dataclass(frozen=True)
 class Place:
@@ -73,17 +75,26 @@ class Trace:
         return found
 
     def equal_cuts(self, stages: int) -> list[Cut]:
-        """Cuts whose largest stage has as few parameters as can be. BadInput where there are too few."""
+        """Cuts whose largest stage has as few parameters as can be, or nearly, where outermost calls do. BadInput where there
+        are too few."""
         if stages - 1 > len(self.cuts):
             raise BadInput(
                 f"stages={stages} needs {stages - 1} places to cut the model, and it has {len(self.cuts)}: {self._listed()}. Give fewer stages"
             )
-        times = [cut.time for cut in self.cuts]
+        inner = {cut.name for cut in self.cuts if any(other.name in around_of(cut.name) for other in self.cuts)}
+        outer = [cut for cut in self.cuts if cut.name not in inner]
+        best, cuts = self._balanced(self.cuts, stages)
+        cost, outermost = self._balanced(outer, stages)
+        return outermost if cost <= _NEARLY * best else cuts
+
+    def _balanced(self, cuts: Sequence[Cut], stages: int) -> tuple[float, list[Cut]]:
+        """(how many numbers the largest stage has, its cuts)"""
+        times = [cut.time for cut in cuts]
         sizes = [0] * (len(times) + 1)  # of the units, how many numbers each has, from one possible cut to the next
         for name, size in self.sizes.items():
             sizes[bisect_right(times, self.uses[name][0]) if self.uses[name] else 0] += size
-        starts = partition(sizes, stages).starts
-        return [self.cuts[start - 1] for start in starts]
+        found = partition(sizes, stages)
+        return found.cost, [cuts[start - 1] for start in found.starts]
 
     def stages_of(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
         """{parameter: the stages that use it}; one that is never used belongs to the first."""
