@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from manyhands.own_loop.prepare import share as share
     from manyhands.own_loop.prepare import weight as weight
     from manyhands.own_loop.prepare import worker as worker
+    from manyhands.parallel.marks import cut as cut
     from manyhands.parallel.spec import ModelParallel as ModelParallel
     from manyhands.recording.run import Run as Run
     from manyhands.recording.run import read_history as read_history
@@ -144,6 +145,7 @@ _WHERE = {
     "calibrate": "evidence.calibrate.calibrate",
     "check": "evidence.check.check",
     "compare": "evidence.compare.compare",
+    "cut": "parallel.marks",
     "epoch_order": "data.sharding",
     "estimate": "evidence.estimate.estimate",
     "is_first": "own_loop.prepare",

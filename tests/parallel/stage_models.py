@@ -110,6 +110,20 @@ class Translator(nn.Module):
         return self.head(self.join(encoded, target) + target)
 
 
+class Marked(nn.Module):
+    """Layers that are no modules: `mh.cut` marks where stages may begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(n, 12) / 4) for n in (12, 12, 12, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.weights
+        x, skipped = mh.cut((torch.tanh(x @ first.t()), x))
+        x = mh.cut(torch.tanh(x @ second.t()) + skipped)
+        return mh.cut(torch.tanh(x @ third.t())) @ last.t()
+
+
 def tokens(rows: int, seed: int = 0) -> TensorDataset:
     draws = torch.Generator().manual_seed(seed)
     return TensorDataset(*(torch.randint(VOCABULARY, (rows, LENGTH), generator=draws) for _ in range(2)))
@@ -164,6 +178,7 @@ TASKS = {
     "gpt": task(GPT, masked, tokens(ROWS), tokens(20, seed=1)),
     "lengths": task(GPT, trimmed, tokens(79), tokens(20, seed=1)),  # the last batch has one row
     "tied": task(Translator, masked, tokens(ROWS), tokens(20, seed=1)),
+    "marked": task(Marked, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),
     "dropout": task(lambda: GPT(dropout=0.3), masked, tokens(ROWS), tokens(20, seed=1)),
     "mlp": task(MLP, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),
     "cnn": task(CNN, classified, numbers(ROWS, (1, 6, 6)), numbers(20, (1, 6, 6), seed=1)),

@@ -130,6 +130,13 @@ def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:
     expect_alike(trained("tied", 2, "stages=2,cut=[join]"), trained("tied", 1, None))
 
 
+@pytest.mark.parametrize("plan", ["stages=3", pytest.param("stages=2,cut=[cut2]", marks=pytest.mark.slow)])
+def test_marks_in_a_forward_begin_stages(plan: str) -> None:
+    run = trained("marked", 3 if "3" in plan else 2, plan)
+    expect_alike(run, trained("marked", 1, None))
+    assert all(one["begins"] in ("", "cut1", "cut2", "cut3") for one in run.info["stages"])
+
+
 STRATEGIES = [
     "local-sgd:period=3",
     "local-sgd:period=end",

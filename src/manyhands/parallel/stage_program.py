@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
 from manyhands.parallel.absent import Absent, tensors_of
+from manyhands.parallel.marks import noted
 from manyhands.parallel.trace import Cut, Numbering, Place, around_of
 
 _REMEDY = "a stage must call the same modules in the same order for every batch: cut elsewhere, or train without stages"
@@ -88,7 +89,9 @@ class StageProgram:
         self._shapes: dict[Any, Any] = {}  # what skipped modules give, by what they are given
         self._trigger = torch.zeros((), requires_grad=True)
         self._places = [place for cut in (self.begin, self.end) if cut is not None for place in cut.places]
-        self._numbering = Numbering(self._came_out) if any(p.kind == "result" for p in self._places) else None
+        marked = any(cut is not None and cut.marked for cut in (self.begin, self.end))
+        numbers = marked or any(place.kind == "result" for place in self._places)
+        self._numbering = Numbering(self._came_out) if numbers else None
         self._install()
 
     def run(self, function: Callable[[nn.Module, Any], Any], batch: Any, received: list[Sent]) -> Pass:
@@ -96,7 +99,7 @@ class StageProgram:
         own = self._pass = Pass(received)
         self._active, self._before, self._kept = True, self.begin is not None, {}
         try:
-            with nullcontext() if self._numbering is None else self._numbering:
+            with noted(self._marked), nullcontext() if self._numbering is None else self._numbering:
                 own.result = function(self.model, batch)
             if self._before or self.end is not None:
                 missed = self.begin if self._before else self.end
@@ -122,9 +125,9 @@ class StageProgram:
                 continue
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
                 module.forward = types.MethodType(self._skipper(module.forward), module)
-        if self.begin is not None:
+        if self.begin is not None and not self.begin.marked:
             modules[self.begin.name].register_forward_pre_hook(self._at_begin, with_kwargs=True)
-        if self.end is not None:
+        if self.end is not None and not self.end.marked:
             modules[self.end.name].register_forward_pre_hook(self._at_end, with_kwargs=True)
 
     def _number(self, name: str, module: nn.Module) -> None:
@@ -192,6 +195,17 @@ class StageProgram:
         for leaf, value in enumerate(tensors_of(result)):
             if (place := Place("result", module, leaf, number)) in self._places:
                 self._kept[place] = value
+
+    def _marked(self, value: Any) -> Any:
+        """At a call of `mh.cut`."""
+        if self._numbering is None:
+            return value
+        name = self._numbering.mark()
+        if self.end is not None and name == self.end.name:
+            self._at_end(self.model, (value,), {})
+        if self.begin is not None and name == self.begin.name:
+            ((value,), _) = self._at_begin(self.model, (value,), {})
+        return value
 
     def _at_begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._active:

@@ -19,6 +19,7 @@ from manyhands import rng, units
 from manyhands.errors import BadInput, Unsupported
 from manyhands.parallel.absent import Absent, recorded, tensors_of
 from manyhands.parallel.build import build, take_away, tied_names
+from manyhands.parallel.marks import noted
 from manyhands.parallel.planner.partition import partition
 
 _NEARLY = 1.1  # so much larger a stage may be where cuts at outermost calls, at which fewer values cross, are to be had
@@ -43,6 +44,7 @@ class Cut:
     time: int
     places: tuple[Place, ...]  # of the values that cross it
     nbytes: int  # of them, for the micro-batch that was traced
+    marked: bool = False  # a call of `mh.cut`
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Trace:
             raise BadInput(
                 f"stages={stages} needs {stages - 1} places to cut the model, and it has {len(self.cuts)}: {self._listed()}. Give fewer stages"
             )
+        if len(marked := [cut for cut in self.cuts if cut.marked]) >= stages - 1 > 0:
+            return self._balanced(marked, stages)[1]
         inner = {cut.name for cut in self.cuts if any(other.name in around_of(cut.name) for other in self.cuts)}
         outer = [cut for cut in self.cuts if cut.name not in inner]
         best, cuts = self._balanced(self.cuts, stages)
@@ -129,6 +133,7 @@ class _Call:
     name: str
     around: str  # the module in whose body it is
     arguments: list[Tensor]
+    marked: bool = False
 
 
 @dataclass
@@ -155,16 +160,25 @@ class _Record:
             self.of_parameters.setdefault(absent.parameter, []).append(self.time)
 
 
+@dataclass
+class _Body:
+    """One call of a module."""
+
+    module: str
+    functions: int = 0  # called in it so far
+    marks: int = 0
+
+
 class Numbering(TorchFunctionMode):
     """Numbers the functions that are called in the body of each module call, in order."""
 
     def __init__(self, result: Callable[[str, int, Any], None]) -> None:
         """result: called with the module, the number, and what came out."""
         super().__init__()
-        self._result, self._bodies = result, [["", 0]]
+        self._result, self._bodies = result, [_Body("")]
 
     def enter(self, module: str) -> None:
-        self._bodies.append([module, 0])
+        self._bodies.append(_Body(module))
 
     def leave(self) -> None:
         self._bodies.pop()
@@ -172,15 +186,21 @@ class Numbering(TorchFunctionMode):
     @property
     def body(self) -> str:
         """The module in whose body the program is."""
-        return str(self._bodies[-1][0])
+        return self._bodies[-1].module
+
+    def mark(self) -> str:
+        """The name of a mark that the program comes to."""
+        body = self._bodies[-1]
+        body.marks += 1
+        return f"{body.module}.cut{body.marks}".lstrip(".")
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__":
-            body: list[Any] = self._bodies[-1]
-            body[1] += 1
-            self._result(body[0], body[1], result)
+            body = self._bodies[-1]
+            body.functions += 1
+            self._result(body.module, body.functions, result)
         return result
 
 
@@ -210,6 +230,15 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
                 record.outputs.setdefault(id(value), []).append((names[module], leaf, numbering.body, record.time))
         record.time += 1
 
+    def marked(value: Any) -> Any:
+        record.time += 1
+        record.calls.append(_Call(record.time, numbering.mark(), numbering.body, tensors_of(value), marked=True))
+        for one in tensors_of(value):
+            if isinstance(one, Absent):
+                record.used(one)
+        record.time += 1
+        return value
+
     handles = []
     for module in modules.values():
         handles += [
@@ -217,7 +246,7 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
             module.register_forward_hook(after, with_kwargs=True),
         ]
     try:
-        with recorded(record), numbering:
+        with recorded(record), noted(marked), numbering:
             loss(model, batch)
     finally:
         for handle in handles:
@@ -253,7 +282,7 @@ def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -
         alive = [value for value in record.values if value.parameter is None and _is_alive(record, value, call.time)]
         if calls[call.name] > 1:
             refused[call.name] = f"it is called {calls[call.name]} times"
-        elif not any(True for _ in modules[call.name].parameters()):
+        elif not call.marked and not any(True for _ in modules[call.name].parameters()):
             refused[call.name] = "it has no parameters"
         elif call.time <= first:
             refused[call.name] = "nothing is computed before it"
@@ -266,12 +295,13 @@ def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -
                 refused[call.name] = (
                     f"a value of shape {list(value.shape)} is needed after it that is neither its argument nor what a module before it gave"
                 )
-            elif (crossing := frozenset(map(id, alive))) in taken:
+            elif (crossing := frozenset(map(id, alive))) in taken and not call.marked:
                 refused[call.name] = "a module around it, or one before it, begins at the same place"
             else:
                 taken.add(crossing)
                 nbytes = sum(value.numel() * value.element_size() for value in alive)
-                cuts.append(Cut(call.name, call.time, tuple(place for place in places if place is not None), nbytes))
+                found = tuple(place for place in places if place is not None)
+                cuts.append(Cut(call.name, call.time, found, nbytes, call.marked))
     return cuts, refused
 
 
