@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LinearLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import manyhands as mh
@@ -110,6 +111,36 @@ class Translator(nn.Module):
         return self.head(self.join(encoded, target) + target)
 
 
+class Attention(nn.Module):
+    """As nanoGPT has it: heads are split off, moved, and made contiguous for a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.size()
+        parts = self.project(x).split(width, dim=2)
+        q, k, v = (part.view(rows, length, 2, width // 2).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).contiguous().view(rows, length, width))
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
 class Marked(nn.Module):
     """Layers that are no modules: `mh.cut` marks where stages may begin."""
 
@@ -178,6 +209,7 @@ TASKS = {
     "gpt": task(GPT, masked, tokens(ROWS), tokens(20, seed=1)),
     "lengths": task(GPT, trimmed, tokens(79), tokens(20, seed=1)),  # the last batch has one row
     "tied": task(Translator, masked, tokens(ROWS), tokens(20, seed=1)),
+    "checkpointed": task(Checkpointed, masked, tokens(ROWS), tokens(20, seed=1)),
     "marked": task(Marked, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),
     "dropout": task(lambda: GPT(dropout=0.3), masked, tokens(ROWS), tokens(20, seed=1)),
     "mlp": task(MLP, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),

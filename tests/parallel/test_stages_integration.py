@@ -125,6 +125,11 @@ def test_options(options: str) -> None:
     expect_alike(run, trained("gpt", 1, None))
 
 
+def test_blocks_that_are_computed_again() -> None:
+    """torch.utils.checkpoint, and a view of what was transposed and made contiguous."""
+    expect_alike(trained("checkpointed", 3, "stages=3"), trained("checkpointed", 1, None))
+
+
 def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:
     """What it gives before the cut is the first stage's, though the second one has it, too."""
     expect_alike(trained("tied", 2, "stages=2,cut=[join]"), trained("tied", 1, None))

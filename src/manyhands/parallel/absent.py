@@ -32,7 +32,7 @@ _KINDS = {
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: False,  # type: ignore[attr-defined]
 }
-_MOVES = {Tensor.cpu, Tensor.cuda, Tensor.contiguous}
+_MOVES = {Tensor.cpu, Tensor.cuda}
 _LIBRARY = str(Path(torch.__file__).parent)
 
 

@@ -19,7 +19,7 @@ from manyhands.malloc import giving_back
 from manyhands.parallel.build import build, is_absent, take_away
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import Pass, StageProgram
-from manyhands.parallel.trace import Cut, Trace, check_held
+from manyhands.parallel.trace import Cut, Trace
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
 
@@ -73,7 +73,10 @@ class StageExecutor(AutogradExecutor):
         self.stages_of = trace.stages_of(cuts)
         """{parameter: the stages that hold it}"""
         self.held = {name for name, stages in self.stages_of.items() if place.stage in stages}
-        check_held(trace.uses, self.held)
+        if not self.held:
+            raise BadInput(
+                f"stage {place.stage} would have none of the model's {len(trace.uses)} parameters: cut elsewhere, or give fewer stages"
+            )
 
     # -- building ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -339,11 +339,3 @@ def _without_parameters(model: nn.Module) -> Iterator[nn.Module]:
             buffer.data.copy_(before)
         for module, parameters in own:
             module._parameters.update(parameters)
-
-
-def check_held(uses: dict[str, tuple[int, ...]], held: Collection[str]) -> None:
-    """BadInput for a stage that has no parameter."""
-    if not held:
-        raise BadInput(
-            f"a stage would have none of the model's {len(uses)} parameters: cut elsewhere, or give fewer stages"
-        )
