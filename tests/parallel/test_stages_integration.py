@@ -125,6 +125,18 @@ def test_options(options: str) -> None:
     expect_alike(run, trained("gpt", 1, None))
 
 
+@pytest.mark.parametrize(
+    ("name", "stages"), [("dropout", 2), pytest.param("cnn", 3, marks=SLOW), pytest.param("gpt", 1, marks=SLOW)]
+)
+def test_units_that_are_computed_again_have_the_same_bits(name: str, stages: int) -> None:
+    """With dropout, and with batch statistics, which count each row once."""
+    plans = f"stages={stages}", f"stages={stages},recompute=units"
+    run, expected = (trained(name, stages, plan) for plan in plans)
+    assert torch.equal(run.parameters, expected.parameters)
+    for key, value in expected.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[key], value), key
+
+
 def test_blocks_that_are_computed_again() -> None:
     """torch.utils.checkpoint, and a view of what was transposed and made contiguous."""
     expect_alike(trained("checkpointed", 3, "stages=3"), trained("checkpointed", 1, None))
@@ -257,6 +269,7 @@ def test_an_optimizers_groups_keep_their_number() -> None:
         (2, "stages=two", "allreduce", BadInput, "stages"),
         (2, "stags=2", "allreduce", BadInput, "stages"),
         (2, "stages=2,schedule=zigzag", "allreduce", BadInput, "1f1b"),
+        (2, "stages=2,recompute=all", "allreduce", BadInput, "recompute"),
         (2, "stages=2,micro_batches=0", "allreduce", BadInput, "micro_batches must be"),
         (2, "stages=2,cut=[blocks.1,blocks.2]", "allreduce", BadInput, "begin at 1 cuts, and cut names 2"),
         (2, "fsdp=2", "allreduce", Unsupported, "part 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from manyhands import spec
 from manyhands.errors import BadInput, Unsupported, is_whole
@@ -37,6 +38,10 @@ class ModelParallel:
     """In which order a stage goes forward and back: 1f1b holds as many micro-batches as there are stages behind, gpipe
     all of them."""
 
+    recompute: Literal["none", "units"] = "none"
+    """units: a stage holds what crosses its possible cuts alone, and computes the rest again in backward: less memory for
+    each micro-batch, and about a third more to compute."""
+
     def __post_init__(self) -> None:
         for name in ("stages", "fsdp", "tensor"):
             if not is_whole(getattr(self, name)):
@@ -54,6 +59,8 @@ class ModelParallel:
             )
         if self.schedule not in SCHEDULES:
             raise BadInput(f"model_parallel: schedule must be {' or '.join(SCHEDULES)}; got {self.schedule!r}")
+        if self.recompute not in ("none", "units"):
+            raise BadInput(f"model_parallel: recompute must be none or units; got {self.recompute!r}")
         if self.cuts is not None and len(self.cuts) != self.stages - 1:
             raise BadInput(
                 f"model_parallel: stages={self.stages} begin at {self.stages - 1} cuts, and cut names {len(self.cuts)}: name one for each stage but the first, "

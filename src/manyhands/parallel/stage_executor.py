@@ -58,8 +58,10 @@ class StageExecutor(AutogradExecutor):
         *,
         schedule: Schedule = "1f1b",
         micro_batches: int | None = None,
+        recomputes: bool = False,
     ) -> None:
-        """micro_batches: so many of a replica's rows, at most one a row; None: of the task's micro_batch_size."""
+        """micro_batches: so many of a replica's rows, at most one a row; None: of the task's micro_batch_size. recomputes:
+        units are computed again in backward."""
         super().__init__(
             self._make,
             self._optimizer_of_stage,
@@ -70,6 +72,7 @@ class StageExecutor(AutogradExecutor):
         )
         self._task, self._trace, self._cuts, self.place = task, trace, cuts, place
         self._schedule, self._micro_batches = schedule, micro_batches
+        self._recomputed = {cut.name for cut in trace.outermost} if recomputes else set[str]()
         self.stages_of = trace.stages_of(cuts)
         """{parameter: the stages that hold it}"""
         self.held = {name for name, stages in self.stages_of.items() if place.stage in stages}
@@ -105,7 +108,7 @@ class StageExecutor(AutogradExecutor):
             for name, part in shard.slices.items():
                 if self.stages_of[name][0] != self.place.stage:  # a tied one counts at the first stage that holds it
                     shard.slices[name] = replace(part, counted=False)
-        self.program = StageProgram(self.model, self._cuts, self.place.stage)
+        self.program = StageProgram(self.model, self._cuts, self.place.stage, self._recomputed)
 
     @override
     def facts(self) -> dict[str, Any]:

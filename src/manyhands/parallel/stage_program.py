@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
@@ -78,9 +79,10 @@ class _Received(torch.autograd.Function):
 class StageProgram:
     """Runs one stage of a model whose other parameters are absent. The model stays as it is to everybody else."""
 
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut], stage: int) -> None:
-        """cuts: between all stages, in order."""
-        self.model = model
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut], stage: int, recomputed: Collection[str] = ()) -> None:
+        """cuts: between all stages, in order. recomputed: modules that keep what they are given alone, and compute the rest
+        again in backward."""
+        self.model, self._recomputed = model, recomputed
         self.begin = cuts[stage - 1] if stage else None
         self.end = cuts[stage] if stage < len(cuts) else None
         self._active = self._before = False  # a run is under way; it has not reached this stage yet
@@ -116,11 +118,14 @@ class StageProgram:
     def _install(self) -> None:
         modules = dict(self.model.named_modules())
         outputs = {place.module for place in self._places if place.kind == "output"}
+        around = {name for cut in (self.begin, self.end) if cut is not None for name in around_of(cut.name)}
         for name, module in modules.items():
             if self._numbering is not None:
                 self._number(name, module)
             if name in outputs:
                 module.register_forward_hook(self._catcher(name), with_kwargs=True)
+            if name in self._recomputed and name not in around:
+                module.forward = types.MethodType(self._recomputing(module, module.forward), module)
             if self.begin is None or not name or name == self.begin.name or name in around_of(self.begin.name):
                 continue
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
@@ -165,6 +170,31 @@ class StageProgram:
             )
 
         return skip
+
+    def _recomputing(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of a module's forward: between forward and back it holds its arguments alone (Chen et al., Training
+        Deep Nets with Sublinear Memory Cost, 2016). Generators and buffers are as if it ran once."""
+
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._active or self._before or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            again = False
+
+            def body(*args: Any, **kwargs: Any) -> Any:
+                nonlocal again
+                if not again:
+                    again = True
+                    return forward(*args, **kwargs)
+                before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    for buffer, value in before:
+                        buffer.data.copy_(value)
+
+            return checkpoint(body, *args, use_reentrant=False, **kwargs)
+
+        return run
 
     def _on_shapes(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """What it gives; its buffers are another stage's to write. A tied parameter that is here is as absent as the others."""

@@ -29,4 +29,7 @@ def staged(task: Task, worker: Worker, spec: ModelParallel, first_rows: Callable
     found = trace(task.model, task.loss, slice_rows(batch, start, stop))
     cuts = found.equal_cuts(spec.stages) if spec.cuts is None else found.chosen(spec.cuts)
     place = place_of(worker, found, cuts)
-    return StageExecutor(task, found, cuts, place, schedule=spec.schedule, micro_batches=micro_batches)
+    recomputes = spec.recompute == "units"
+    return StageExecutor(
+        task, found, cuts, place, schedule=spec.schedule, micro_batches=micro_batches, recomputes=recomputes
+    )

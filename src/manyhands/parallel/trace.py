@@ -85,11 +85,16 @@ class Trace:
             )
         if len(marked := [cut for cut in self.cuts if cut.marked]) >= stages - 1 > 0:
             return self._balanced(marked, stages)[1]
-        inner = {cut.name for cut in self.cuts if any(other.name in around_of(cut.name) for other in self.cuts)}
-        outer = [cut for cut in self.cuts if cut.name not in inner]
+        outer = self.outermost
         best, cuts = self._balanced(self.cuts, stages)
         cost, outermost = self._balanced(outer, stages)
         return outermost if cost <= _NEARLY * best else cuts
+
+    @property
+    def outermost(self) -> list[Cut]:
+        """Those of the possible cuts that lie in no other's module."""
+        names = {cut.name for cut in self.cuts}
+        return [cut for cut in self.cuts if names.isdisjoint(around_of(cut.name))]
 
     def _balanced(self, cuts: Sequence[Cut], stages: int) -> tuple[float, list[Cut]]:
         """(how many numbers the largest stage has, its cuts)"""

@@ -1,0 +1,120 @@
+"""A stage's span in one process: two of them, one after the other, are the whole program."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from stage_models import CNN, GPT, MLP, TASKS, Marked, classified, masked, numbers, tokens
+from torch import Tensor, nn
+
+from manyhands.comm.stage_channel import Sent
+from manyhands.errors import Unsupported
+from manyhands.parallel.build import take_away
+from manyhands.parallel.stage_program import Pass, StageProgram
+from manyhands.parallel.trace import trace
+
+CASES = {
+    "gpt": (GPT, masked, tokens(6).tensors, ["blocks.1.mlp", "blocks.3"]),
+    "mlp": (MLP, classified, numbers(6, (12,)).tensors, ["2", "4"]),
+    "cnn": (CNN, classified, numbers(6, (1, 6, 6)).tensors, ["blocks.1", "blocks.2.conv2"]),
+    "marked": (Marked, classified, numbers(6, (12,)).tensors, ["cut1", "cut3"]),
+}
+
+
+def as_sent(values: list[Sent]) -> list[Sent]:
+    """What travels: copies without a graph."""
+    return [Sent(None if one.tensor is None else one.tensor.detach().clone(), one.requires_grad) for one in values]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_one_after_the_other_are_the_whole_program(name: str) -> None:
+    make, loss, batch, names = CASES[name]
+    torch.manual_seed(0)
+    whole = make().double()
+    cuts = (found := trace(whole, loss, batch)).chosen(names)
+    owners = found.stages_of(cuts)
+    parts = [take_away(copy.deepcopy(whole), {n for n, at in owners.items() if stage in at}) for stage in range(3)]
+    programs = [StageProgram(part, cuts, stage) for stage, part in enumerate(parts)]
+
+    passes, received = list[Pass](), list[Sent]()
+    for program in programs:
+        passes.append(program.run(loss, batch, received))
+        received = as_sent(passes[-1].sent())
+    value = passes[-1].result[0] if isinstance(passes[-1].result, tuple) else passes[-1].result
+    expected = loss(whole, batch)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert torch.equal(value, expected)
+
+    passes[-1].values, back = [value], [Sent(torch.ones_like(value))]
+    for one in reversed(passes):
+        one.backward(back)
+        back = as_sent(one.sent_back())
+    expected.backward()
+    for name, p in whole.named_parameters():
+        held = [dict(parts[stage].named_parameters())[name] for stage in owners[name]]
+        total = sum(part.grad for part in held if part.grad is not None)
+        torch.testing.assert_close(total, p.grad, rtol=0, atol=1e-15 if len(held) > 1 else 0, msg=name)
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(dict(parts[found.stage_of(name, cuts)].named_buffers())[name], buffer), name
+
+
+def held_bytes(recomputed: set[str]) -> int:
+    """What autograd keeps between forward and back."""
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    make, loss, batch, _ = CASES["gpt"]
+    torch.manual_seed(0)
+    program = StageProgram(make().double(), [], 0, recomputed)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        program.run(loss, batch, [])
+    return kept
+
+
+def test_units_that_are_computed_again_hold_less() -> None:
+    make, loss, batch, _ = CASES["gpt"]
+    names = {cut.name for cut in trace(make, loss, batch).outermost}
+    assert {"blocks.0", "blocks.3", "head"} <= names
+    assert "blocks.0.mlp" not in names
+    assert held_bytes(names) < held_bytes(set()) / 3
+
+
+def test_a_model_is_as_ever_to_who_does_not_run_a_stage() -> None:
+    make, loss, batch, names = CASES["mlp"]
+    model = make().double()
+    expected = loss(model, batch)
+    StageProgram(model, trace(model, loss, batch).chosen(names), 1)
+    assert torch.equal(loss(model, batch), expected)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.third(self.second(x)) if len(x) > 2 else self.third(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_batch_that_takes_another_way_is_an_error(stage: int) -> None:
+    model = Branching()
+    cuts = trace(model, lambda model, x: model(x).sum(), torch.ones(3, 4)).chosen(["second"])
+    program = StageProgram(model, cuts, stage)
+    received = [Sent(torch.ones(2, 4), True)] if stage else []
+    with pytest.raises(Unsupported, match="the program did not call second, where a stage begins"):
+        program.run(lambda model, x: model(x).sum(), torch.ones(2, 4), received)
+
+
+def test_every_task_of_these_tests_has_cuts() -> None:
+    for name, one in TASKS.items():
+        source = one.train_data
+        batch = tuple(column[:4] for column in source.tensors)
+        assert trace(one.model, one.loss, batch).cuts, name
