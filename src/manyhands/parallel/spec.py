@@ -102,7 +102,8 @@ class ModelParallel:
     def check(self, workers: int) -> None:
         """BadInput for a number of workers that is no whole number of replicas."""
         if workers % self.workers:
+            fewer, more = workers // self.workers * self.workers, (workers // self.workers + 1) * self.workers
             raise BadInput(
                 f"model_parallel: a replica takes {self.workers} workers, and {workers} workers are no whole number of replicas: "
-                f"give {workers // self.workers * self.workers or self.workers} or {(workers // self.workers + 1) * self.workers} workers"
+                f"give {f'{fewer} or {more}' if fewer else more} workers"
             )

@@ -117,7 +117,7 @@ def _stages(facts: dict[str, Any]) -> Lines:
         return []
     held = [f"{one['begins'] or 'the beginning'} ({one['parameters']:,} parameters)" for one in stages]
     replicas = units.count(workers // len(stages), "replica")
-    return [("stages", f"{replicas} of {units.count(len(stages), 'worker')}, from {'   '.join(held)}")]
+    return [("stages", f"{replicas} of {units.count(len(stages), 'worker')}, from {', from '.join(held)}")]
 
 
 def _survived(facts: dict[str, Any]) -> Lines:
