@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
 from manyhands.parallel.build import take_away
-from manyhands.parallel.stage_program import Pass, StageProgram
+from manyhands.parallel.stage_program import StagePass, StageProgram
 from manyhands.parallel.trace import trace
 
 CASES = {
@@ -38,7 +38,7 @@ def test_stages_one_after_the_other_are_the_whole_program(name: str) -> None:
     parts = [take_away(copy.deepcopy(whole), {n for n, at in owners.items() if stage in at}) for stage in range(3)]
     programs = [StageProgram(part, cuts, stage) for stage, part in enumerate(parts)]
 
-    passes, received = list[Pass](), list[Sent]()
+    passes, received = list[StagePass](), list[Sent]()
     for program in programs:
         passes.append(program.run(loss, batch, received))
         received = as_sent(passes[-1].sent())

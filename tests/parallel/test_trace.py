@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput, Unsupported
-from manyhands.parallel.trace import Trace, trace
+from manyhands.parallel.trace import ModelTrace, trace
 
 TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) % VOCABULARY
 
 
-def of_model(model: Any, batch: Tensor) -> Trace:
+def of_model(model: Any, batch: Tensor) -> ModelTrace:
     return trace(model, lambda model, batch: model(batch).sum(), batch)
 
 

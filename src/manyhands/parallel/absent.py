@@ -36,7 +36,7 @@ _MOVES = {Tensor.cpu, Tensor.cuda}
 _LIBRARY = str(Path(torch.__file__).parent)
 
 
-class Recorder(Protocol):
+class AbsentRecorder(Protocol):
     """Who notes what happens to absent tensors while a program is traced."""
 
     def made(self, absent: Absent) -> None:
@@ -50,7 +50,7 @@ _recording = threading.local()
 
 
 @contextmanager
-def recorded(recorder: Recorder) -> Iterator[None]:
+def recorded(recorder: AbsentRecorder) -> Iterator[None]:
     """Within, this thread's absent tensors are noted."""
     _recording.recorder = recorder
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.comm.stage_channel import StageChannel
 from manyhands.parallel.stage_executor import StagePlace
-from manyhands.parallel.trace import Cut, Trace
+from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.worker import Mesh, Worker
 
 _PIECE_BYTES = 1 << 20  # of a message between stages: it leaves as one where it is no longer
@@ -22,7 +22,7 @@ def mesh_of(worker: Worker, stages: int) -> Mesh:
     )
 
 
-def place_of(worker: Worker, trace: Trace, cuts: list[Cut]) -> StagePlace:
+def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
     """Where a worker stands among the stages; a collective of its replica's workers."""
     members, stage = worker.mesh.model, worker.mesh.coordinate
     first = worker.rank - stage

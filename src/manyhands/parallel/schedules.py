@@ -12,8 +12,10 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one stage over one micro-batch. Forward: it receives from the stage before, if there is one, and sends
-    to the next one; back: the other way."""
+    """One pass of one stage over one micro-batch.
+
+    Forward: it receives from the stage before, if there is one, and sends to the next one. Back: the other way.
+    """
 
     forward: bool
     micro: int
@@ -32,9 +34,11 @@ class Action:
 def actions(schedule: Schedule, stages: int, micro_batches: int, stage: int) -> list[Action]:
     """Of one stage, in order.
 
-    gpipe (Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019): all forward,
-    then all back. 1f1b (Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019): as
-    many forward as there are stages behind this one, then one forward and one back in turn; fewer micro-batches are held.
+    gpipe: all forward, then all back. Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism, 2019.
+
+    1f1b: as many forward as there are stages behind this one, then one forward and one back in turn. Fewer micro-batches
+    are held. Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019.
     """
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
     order = [Action(True, micro) for micro in range(ahead)]

@@ -18,8 +18,8 @@ from manyhands.errors import BadInput
 from manyhands.malloc import giving_back
 from manyhands.parallel.build import build, is_absent, take_away
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
-from manyhands.parallel.stage_program import Pass, StageProgram
-from manyhands.parallel.trace import Cut, Trace
+from manyhands.parallel.stage_program import StagePass, StageProgram
+from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
 
@@ -44,15 +44,14 @@ class StagePlace:
 class StageExecutor(AutogradExecutor):
     """A stage of the task's model. Gradients are those of the mean over all of the replica's rows.
 
-    Every micro-batch's gradient is that of its mean times its weight, and one scaling by the sum of the weights ends the
-    step, as `AutogradExecutor` does it. The model has all parameters to whoever looks at it; those of other stages are
-    absent, and no optimizer steps them.
+    Every micro-batch's gradient is that of its mean times its weight. One scaling by the sum of the weights ends the step,
+    as `AutogradExecutor` does it. Parameters of other stages are absent, and no optimizer steps them.
     """
 
     def __init__(
         self,
         task: Task,
-        trace: Trace,
+        trace: ModelTrace,
         cuts: list[Cut],
         place: StagePlace,
         *,
@@ -141,7 +140,7 @@ class StageExecutor(AutogradExecutor):
     def backward(self, batch: Any | None) -> StepLoss:
         rows = 0 if batch is None else rows_of(batch)
         pieces = list(micro_batches_of(rows, self._micro_batches, self._micro)) if rows else []
-        under_way: dict[int, Pass] = {}
+        under_way: dict[int, StagePass] = {}
         summed = total = 0.0
         for action in actions(self._schedule, self.place.stages, len(pieces), self.place.stage):
             with self._named(action, len(pieces)):
@@ -180,7 +179,7 @@ class StageExecutor(AutogradExecutor):
             error.add_note(f"manyhands: {where} (both count from 0)")
             raise
 
-    def _forward_stage(self, rows: Any) -> Pass:
+    def _forward_stage(self, rows: Any) -> StagePass:
         before, after = self.place.before, self.place.after
         received = [] if before is None else before.receive(self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):

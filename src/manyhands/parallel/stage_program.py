@@ -17,7 +17,7 @@ from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
 from manyhands.parallel.absent import Absent, tensors_of
 from manyhands.parallel.marks import noted
-from manyhands.parallel.trace import Cut, Numbering, Place, around_of
+from manyhands.parallel.trace import Cut, Numbering, ValuePlace, around_of
 
 _REMEDY = "a stage must call the same modules in the same order for every batch: cut elsewhere, or train without stages"
 
@@ -27,7 +27,7 @@ class _StageOver(BaseException):
 
 
 @dataclass
-class Pass:
+class StagePass:
     """One run over a micro-batch, forward and back."""
 
     received: list[Sent] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Received(torch.autograd.Function):
     the program may change them in place."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, own: Pass) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, trigger: Tensor, own: StagePass) -> tuple[Tensor, ...]:
         ctx.own = own
         ctx.set_materialize_grads(False)
         values = [one.tensor for one in own.received if one.tensor is not None]
@@ -86,8 +86,8 @@ class StageProgram:
         self.begin = cuts[stage - 1] if stage else None
         self.end = cuts[stage] if stage < len(cuts) else None
         self._active = self._before = False  # a run is under way; it has not reached this stage yet
-        self._pass = Pass()
-        self._kept: dict[Place, Tensor] = {}
+        self._pass = StagePass()
+        self._kept: dict[ValuePlace, Tensor] = {}
         self._shapes: dict[Any, Any] = {}  # what skipped modules give, by what they are given
         self._trigger = torch.zeros((), requires_grad=True)
         self._places = [place for cut in (self.begin, self.end) if cut is not None for place in cut.places]
@@ -96,9 +96,9 @@ class StageProgram:
         self._numbering = Numbering(self._came_out) if numbers else None
         self._install()
 
-    def run(self, function: Callable[[nn.Module, Any], Any], batch: Any, received: list[Sent]) -> Pass:
+    def run(self, function: Callable[[nn.Module, Any], Any], batch: Any, received: list[Sent]) -> StagePass:
         """`function(model, batch)` from this stage's first module to the next one's. received: of the stage before."""
-        own = self._pass = Pass(received)
+        own = self._pass = StagePass(received)
         self._active, self._before, self._kept = True, self.begin is not None, {}
         try:
             with noted(self._marked), nullcontext() if self._numbering is None else self._numbering:
@@ -217,13 +217,13 @@ class StageProgram:
         def caught(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._active:
                 for leaf, value in enumerate(tensors_of(output)):
-                    self._kept[Place("output", name, leaf)] = value
+                    self._kept[ValuePlace("output", name, leaf)] = value
 
         return caught
 
     def _came_out(self, module: str, number: int, result: Any) -> None:
         for leaf, value in enumerate(tensors_of(result)):
-            if (place := Place("result", module, leaf, number)) in self._places:
+            if (place := ValuePlace("result", module, leaf, number)) in self._places:
                 self._kept[place] = value
 
     def _marked(self, value: Any) -> Any:
@@ -266,7 +266,7 @@ class StageProgram:
         self._pass.values = [_filled(self._found(place, (args, kwargs))) for place in self.end.places]
         raise _StageOver
 
-    def _found(self, place: Place, arguments: Any) -> Tensor:
+    def _found(self, place: ValuePlace, arguments: Any) -> Tensor:
         try:
             return tensors_of(arguments)[place.leaf] if place.kind == "argument" else self._kept[place]
         except (IndexError, KeyError):

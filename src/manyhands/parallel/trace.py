@@ -26,7 +26,7 @@ _NEARLY = 1.1  # so much larger a stage may be where cuts at outermost calls, at
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePlace:
     """How a value that is needed after a cut is found, on both of its sides."""
 
     kind: Literal["argument", "output", "result"]
@@ -42,13 +42,13 @@ class Cut:
 
     name: str
     time: int
-    places: tuple[Place, ...]  # of the values that cross it
+    places: tuple[ValuePlace, ...]  # of the values that cross it
     nbytes: int  # of them, for the micro-batch that was traced
     marked: bool = False  # a call of `mh.cut`
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """What a program does with a model, as far as a cut needs to know it."""
 
     cuts: tuple[Cut, ...]  # all possible ones, in order
@@ -120,7 +120,7 @@ class Trace:
         return units.listed([cut.name for cut in self.cuts], 12) or "no module of it"
 
 
-def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Any], batch: Any) -> ModelTrace:
     """Run `loss` on one micro-batch with all parameters absent. Neither the random stream nor a given module changes.
 
     Unsupported, with file and line, for a program that reads values of which a stage has none.
@@ -209,7 +209,7 @@ class Numbering(TorchFunctionMode):
         return result
 
 
-def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> ModelTrace:
     record, modules = _Record(), dict(model.named_modules())
     names = {module: name for name, module in modules.items()}
 
@@ -266,7 +266,7 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
     first = {call.name: call.time for call in reversed(record.calls)}
     buffers = {name: first.get(name.rpartition(".")[0], 0) for name, _ in model.named_buffers()}
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return Trace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers)
+    return ModelTrace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers)
 
 
 def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -> tuple[list[Cut], dict[str, str]]:
@@ -314,16 +314,16 @@ def _is_alive(record: _Record, value: Absent, time: int) -> bool:
     return record.born[id(value)] < time and any(use >= time for use in record.uses.get(id(value), []))
 
 
-def _place(record: _Record, value: Absent, call: _Call) -> Place | None:
+def _place(record: _Record, value: Absent, call: _Call) -> ValuePlace | None:
     around = around_of(call.name)
     for leaf, argument in enumerate(call.arguments):
         if argument is value:
-            return Place("argument", call.name, leaf)
+            return ValuePlace("argument", call.name, leaf)
     for module, leaf, body, when in record.outputs.get(id(value), []):
         if body in around and when < call.time:
-            return Place("output", module, leaf)
+            return ValuePlace("output", module, leaf)
     found = record.results.get(id(value))
-    return Place("result", found[0], found[2], found[1]) if found is not None and found[0] in around else None
+    return ValuePlace("result", found[0], found[2], found[1]) if found is not None and found[0] in around else None
 
 
 def around_of(name: str) -> set[str]:

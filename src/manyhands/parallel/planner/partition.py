@@ -26,8 +26,11 @@ def partition(
 ) -> Partition:
     """Cut units of these costs into so many stages, none empty: the greatest cost of a stage is least.
 
-    memory: of each unit. caps: of each stage, which the sum of its units' memory may not exceed. speeds: of each stage's
-    worker, by which its cost is divided. O(stages · units²), by dynamic programming over the last cut.
+    memory: of each unit.
+    caps: of each stage. The sum of its units' memory may not exceed it.
+    speeds: of each stage's worker. A stage's cost is divided by it.
+
+    Dynamic programming over the last cut: O(stages · units²).
     """
     units = len(costs)
     memory = [0.0] * units if memory is None else memory
