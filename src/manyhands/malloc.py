@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
-_KEEPS_BYTES, _GIVES_BACK_BYTES = 32 << 20, 1 << 20  # what is larger has pages of its own, which go when it is freed
+_KEEPS_BYTES, _GIVES_BACK_BYTES = 8 << 20, 1 << 20  # what is larger has pages of its own, which go when it is freed
+_TOP_BYTES = 64 << 20  # so much that is free at the end of the heap stays there
 
 
 def keep_freed_memory() -> None:
-    """What large tensors leave stays with the process; the next ones would else cost a page fault for each 4 KB.
+    """What tensors of up to 8 MB leave stays with the process; the next ones would else cost a page fault for each 4 KB.
 
-    glibc comes to these thresholds by itself once a tensor of 32 MB was freed. Settings of the user's own hold.
+    glibc moves its thresholds so by itself, once tensors of that size were freed. Settings of the user's own hold.
     """
     if (mallopt := _mallopt()) is not None:
         mallopt(_MMAP_THRESHOLD, _KEEPS_BYTES)
-        mallopt(_TRIM_THRESHOLD, 2 * _KEEPS_BYTES)
+        mallopt(_TRIM_THRESHOLD, _TOP_BYTES)
 
 
 @contextmanager
