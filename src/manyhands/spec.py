@@ -15,10 +15,11 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from manyhands.errors import BadInput, UnknownName
 
+T = TypeVar("T")
 _OPENING, _CLOSING = "[({", "])}"
 
 
@@ -191,6 +192,23 @@ def make(maker: Callable[..., Any], options: Mapping[str, Any], what: str) -> An
         wanted = ",".join(f"{name}=..." for name in missing)
         raise BadInput(f"{what} needs {', '.join(missing)}: give it behind the name, {what.partition(' ')[2]}:{wanted}")
     return maker(**{name: convert(f"{what}: {name}", value, hints[name]) for name, value in options.items()})
+
+
+def option_of(kind: type[T], given: Any, what: str, example: str) -> T | None:
+    """An option as it is given: an object of this kind, or the text of its options. "" and None: None.
+
+    Raises BadInput or UnknownName.
+    """
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, str):
+        raise BadInput(
+            f'{what} must be a text such as "{example}", or {kind.__name__}({example}); got {type(given).__name__}'
+        )
+    if not given.strip():
+        return None
+    made: T = make(kind, parse(f"{what}:{given}")[1], what)
+    return made
 
 
 def _required(maker: Callable[..., Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +20,9 @@ class ByReplica:
     alone, its random state, is left out.
     """
 
-    def __init__(self, saved: Checkpoint, holds: Callable[[str], bool]) -> None:
-        """holds: whether a parameter is one of this worker's."""
-        self._saved, self._holds = saved, holds
+    def __init__(self, saved: Checkpoint, held: Collection[str]) -> None:
+        """held: the names of this worker's parameters."""
+        self._saved, self._held = saved, held
         self._members = members_of(saved)
         self.ranks = saved.ranks // self._members
 
@@ -35,7 +35,7 @@ class ByReplica:
             for name in own:
                 kind, _, rest = name.partition("/")
                 parameter = rest if kind in ("parameters", "best") else rest.partition("/")[2]
-                if kind in _BY_PARAMETER and (parameter not in known or self._holds(parameter)):
+                if kind in _BY_PARAMETER and (parameter not in known or parameter in self._held):
                     found.setdefault(name, own)  # what a strategy keeps of no parameter is alike on all
                 elif kind in _BY_BUFFER and (rest in buffers or name not in found):
                     found[name] = own
@@ -46,7 +46,7 @@ class ByReplica:
         everyone = [self._saved.values(member) for member in self._of(rank)]
         optimizer = dict(everyone[0]["optimizer"])
         optimizer["values"] = {
-            name: held for one in everyone for name, held in one["optimizer"]["values"].items() if self._holds(name)
+            name: held for one in everyone for name, held in one["optimizer"]["values"].items() if name in self._held
         }
         slices = {name: part for one in reversed(everyone) for name, part in one["slices"].items()}
         return everyone[0] | {"optimizer": optimizer, "slices": slices, "random": None}

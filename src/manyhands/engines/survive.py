@@ -99,17 +99,7 @@ class Survive:
     def of(cls, given: str | Survive | None) -> Survive | None:
         """The option as it is given: `max_losses=3,replace=false`, or what this made. "" and None: None, a loss ends
         the run. Raises BadInput or UnknownName."""
-        if given is None or isinstance(given, Survive):
-            return given
-        if not isinstance(given, str):
-            raise BadInput(
-                f'survive must be a text such as "max_losses=3", or Survive(max_losses=3); got {type(given).__name__}'
-            )
-        if not given.strip():
-            return None
-        _, options = spec.parse(f"survive:{given}")
-        made: Survive = spec.make(cls, options, "survive")
-        return made
+        return spec.option_of(Survive, given, "survive", "max_losses=3")
 
     def __str__(self) -> str:
         """The options that differ from their defaults; `max_losses=0` where none does, because "" reads as None."""

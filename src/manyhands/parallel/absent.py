@@ -88,6 +88,10 @@ class Absent(Tensor):
         """From now on it is this one."""
         self.filled = tensor
 
+    def set_requires_grad(self, value: bool) -> None:
+        with DisableTorchFunctionSubclass():
+            self.requires_grad_(value)
+
     @classmethod
     @override
     def __torch_function__(
@@ -125,7 +129,7 @@ class Absent(Tensor):
                 f"{users_line()}: what this gives depends on values that another stage computes; {_REMEDY}"
             ) from error
         found = pytree.tree_map(_absent, result)
-        if (recorder := getattr(_recording, "recorder", None)) is not None and _has_tensors(found):
+        if (recorder := getattr(_recording, "recorder", None)) is not None and tensors_of(found):
             for one in absent:
                 recorder.used(one)
         return found
@@ -181,10 +185,6 @@ def _absent(leaf: Any) -> Any:
         return leaf
     with DisableTorchFunctionSubclass():
         return Absent._of(leaf) if leaf.is_meta else leaf
-
-
-def _has_tensors(tree: Any) -> bool:
-    return isinstance(tree, Tensor) or bool(tensors_of(tree))
 
 
 def _without_masks(index: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,20 +21,18 @@ _DRAWS = frozenset(
 _building = threading.Lock()  # the hook on registrations is the process's
 
 
-def build(make: Callable[[], nn.Module], held: Collection[str] | None = ()) -> nn.Module:
+def build(make: Callable[[], nn.Module], held: Collection[str] = ()) -> nn.Module:
     """What `make` builds, in which all parameters but those that are held are absent. The random stream goes on as if all
     were there.
 
-    held: names, any of a tied parameter's; None: all. Memory is for what is held and one parameter besides. Two calls
+    held: names, any of a tied parameter's. Memory is for what is held and one parameter besides. Two calls
     of `make` are needed where something is held, since a parameter has no name yet when it is registered.
     """
-    if held is None:
-        return make()
     state = torch.get_rng_state()
     model = _build(make, frozenset())
     if not held:
         return model
-    numbers = {model_parameter_number(p) for name, p in _every_name(model) if name in held}
+    numbers = {p._number for name, p in _every_name(model) if name in held}  # type: ignore[attr-defined]
     torch.set_rng_state(state)
     return _build(make, numbers)
 
@@ -53,6 +52,29 @@ def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
     return model
 
 
+@contextmanager
+def without_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """Within, all parameters of a module are absent; what is written to its buffers is undone."""
+    own = [(module, dict(module._parameters)) for module in model.modules()]
+    with buffers_kept(model):
+        try:
+            yield take_away(model, ())
+        finally:
+            for module, parameters in own:
+                module._parameters.update(parameters)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What is written to a module's buffers within is undone."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)
+
+
 def is_absent(p: Tensor) -> bool:
     return isinstance(p, Absent)
 
@@ -61,11 +83,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """{each further name of a tied parameter: its first one, which `named_parameters` gives}"""
     first: dict[int, str] = {}
     return {name: first[id(p)] for name, p in _every_name(model) if first.setdefault(id(p), name) != name}
-
-
-def model_parameter_number(p: Any) -> int:
-    """The place of a parameter of a built model in the order of registrations."""
-    return int(p._number)
 
 
 def _build(make: Callable[[], nn.Module], numbers: Collection[int]) -> nn.Module:
@@ -106,8 +123,7 @@ def _every_name(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _absent_parameter(p: Tensor) -> Absent:
     absent = Absent.like(p, parameter="")
     absent._is_param = True  # what isinstance(…, nn.Parameter) asks for
-    with torch._C.DisableTorchFunctionSubclass():
-        absent.requires_grad_(p.requires_grad)
+    absent.set_requires_grad(p.requires_grad)
     return absent
 
 

@@ -78,17 +78,7 @@ class ModelParallel:
     def of(cls, given: str | ModelParallel | None) -> ModelParallel | None:
         """The option as it is given: `stages=2,micro_batches=8`, or what this made. "" and None: None, a worker holds a
         replica. Raises BadInput or UnknownName."""
-        if given is None or isinstance(given, ModelParallel):
-            return given
-        if not isinstance(given, str):
-            raise BadInput(
-                f'model_parallel must be a text such as "stages=2", or ModelParallel(stages=2); got {type(given).__name__}'
-            )
-        if not given.strip():
-            return None
-        _, options = spec.parse(f"model_parallel:{given}")
-        made: ModelParallel = spec.make(cls, options, "model_parallel")
-        return made
+        return spec.option_of(ModelParallel, given, "model_parallel", "stages=2")
 
     def __str__(self) -> str:
         """The options that differ from their defaults; `stages=1` where none does, because "" reads as None."""

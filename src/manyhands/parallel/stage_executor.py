@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
 from manyhands.malloc import giving_back
+from manyhands.parallel.absent import Absent
 from manyhands.parallel.build import build, is_absent, take_away
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import StagePass, StageProgram
@@ -39,6 +40,10 @@ class StagePlace:
     @property
     def stages(self) -> int:
         return self.members.size
+
+    @property
+    def channels(self) -> list[StageChannel]:
+        return [channel for channel in (self.before, self.after) if channel is not None]
 
 
 class StageExecutor(AutogradExecutor):
@@ -86,15 +91,15 @@ class StageExecutor(AutogradExecutor):
         given = self._task.model
         with giving_back():  # parameters that are drawn into scratch
             model = take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
-        self._trainable_elsewhere = [p for p in model.parameters() if is_absent(p) and p.requires_grad]
+        self._trainable_elsewhere = [p for p in model.parameters() if isinstance(p, Absent) and p.requires_grad]
         for p in self._trainable_elsewhere:
-            _set_requires_grad(p, False)  # no part of the shards
+            p.set_requires_grad(False)  # no part of the shards
         return model
 
     def _optimizer_of_stage(self, model: nn.Module) -> torch.optim.Optimizer:
         """The task's, made for the whole model, without what is absent: groups keep their number and rates."""
         for p in self._trainable_elsewhere:
-            _set_requires_grad(p, True)
+            p.set_requires_grad(True)
         optimizer = self._task.optimizer(model)
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
             group["params"] = [p for p in group["params"] if not is_absent(p)]
@@ -120,13 +125,16 @@ class StageExecutor(AutogradExecutor):
 
     @override
     def waited_s(self) -> float:
-        channels = [channel for channel in (self.place.before, self.place.after) if channel is not None]
-        return sum(channel.waited_s for channel in channels) + sum(group.waited_s for group in self.place.tied.values())
+        return sum(channel.waited_s for channel in self.place.channels) + sum(
+            group.waited_s for group in self.place.tied.values()
+        )
 
     @override
     def ledgers(self) -> list[Ledger]:
-        channels = [channel for channel in (self.place.before, self.place.after) if channel is not None]
-        return [*(channel.ledger for channel in channels), *(group.ledger for group in self.place.tied.values())]
+        return [
+            *(channel.ledger for channel in self.place.channels),
+            *(group.ledger for group in self.place.tied.values()),
+        ]
 
     @override
     def counts(self, name: str) -> bool:
@@ -147,7 +155,7 @@ class StageExecutor(AutogradExecutor):
                 if action.forward:
                     start, stop = pieces[action.micro]
                     part = slice_rows(batch, start, stop) if len(pieces) > 1 else batch
-                    under_way[action.micro] = own = self._forward_stage(part)
+                    under_way[action.micro] = own = self._span(self._task.loss, part)
                     if self.place.after is None:
                         mean, weight = self._measured(own.result, stop - start)
                         own.values = [mean * weight if weight and len(pieces) > 1 else mean] if weight else []
@@ -179,18 +187,15 @@ class StageExecutor(AutogradExecutor):
             error.add_note(f"manyhands: {where} (both count from 0)")
             raise
 
-    def _forward_stage(self, rows: Any) -> StagePass:
+    def _span(self, function: Callable[[nn.Module, Any], Any], rows: Any) -> StagePass:
+        """This stage's part of `function(model, rows)`, between its neighbours."""
         before, after = self.place.before, self.place.after
         received = [] if before is None else before.receive(self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            own = self.program.run(self._measure, rows, received)
+            own = self.program.run(function, rows, received)
         if after is not None:
             after.send("forward", own.sent())
         return own
-
-    def _measure(self, model: nn.Module, rows: Any) -> Any:
-        assert self._loss is not None
-        return self._loss(model, rows)
 
     @property
     def _device(self) -> torch.device:
@@ -217,13 +222,10 @@ class StageExecutor(AutogradExecutor):
     @override
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         """The last stage's metrics, on all of the replica's workers."""
-        with torch.no_grad(), torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            before, after = self.place.before, self.place.after
-            received = [] if before is None else before.receive(self._device)
-            own = self.program.run(function, batch, received)
-            if after is not None:
-                after.send("forward", own.sent())
-        found = self.place.members.all_gather_json(None if after is not None else _as_json(own.result))[-1]
+        with torch.no_grad():
+            own = self._span(function, batch)
+        last = self.place.after is None
+        found = self.place.members.all_gather_json(_as_json(own.result) if last else None)[-1]
         return {name: value[0] if len(value) == 1 else tuple(value) for name, value in found.items()}
 
 
@@ -237,8 +239,3 @@ def _as_json(metrics: Metrics) -> dict[str, list[float]]:
             )
         found[name] = [float(part) for part in parts if not isinstance(part, Summed)]
     return found
-
-
-def _set_requires_grad(p: nn.Parameter, value: bool) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        p.requires_grad_(value)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
 from manyhands.parallel.absent import Absent, tensors_of
+from manyhands.parallel.build import buffers_kept, without_parameters
 from manyhands.parallel.marks import noted
 from manyhands.parallel.trace import Cut, Numbering, ValuePlace, around_of
 
@@ -90,7 +91,7 @@ class StageProgram:
         self._kept: dict[ValuePlace, Tensor] = {}
         self._shapes: dict[Any, Any] = {}  # what skipped modules give, by what they are given
         self._trigger = torch.zeros((), requires_grad=True)
-        self._places = [place for cut in (self.begin, self.end) if cut is not None for place in cut.places]
+        self._places = {place for cut in (self.begin, self.end) if cut is not None for place in cut.places}
         marked = any(cut is not None and cut.marked for cut in (self.begin, self.end))
         numbers = marked or any(place.kind == "result" for place in self._places)
         self._numbering = Numbering(self._came_out) if numbers else None
@@ -159,7 +160,11 @@ class StageProgram:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (id(module), module.training, spec, *map(_kind_of, leaves))
             if key not in self._shapes:
-                output = self._on_shapes(module, lambda: forward(*args, **kwargs))
+                with (
+                    without_parameters(module),
+                    torch.no_grad(),
+                ):  # tied ones that are here, too; buffers are others' to write
+                    output = forward(*args, **kwargs)
                 found, shape = pytree.tree_flatten(output)
                 if any(isinstance(leaf, Tensor) and not isinstance(leaf, Absent) for leaf in found):
                     return output  # of inputs that every stage has: computed each time
@@ -185,33 +190,12 @@ class StageProgram:
                 if not again:
                     again = True
                     return forward(*args, **kwargs)
-                before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-                try:
+                with buffers_kept(module):
                     return forward(*args, **kwargs)
-                finally:
-                    for buffer, value in before:
-                        buffer.data.copy_(value)
 
             return checkpoint(body, *args, use_reentrant=False, **kwargs)
 
         return run
-
-    def _on_shapes(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """What it gives; its buffers are another stage's to write. A tied parameter that is here is as absent as the others."""
-        before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        own = [(part, dict(part._parameters)) for part in module.modules()]
-        for part, parameters in own:
-            for name, p in parameters.items():
-                if p is not None and not isinstance(p, Absent):
-                    part._parameters[name] = Absent.like(p)  # type: ignore[assignment]
-        try:
-            with torch.no_grad():
-                return forward()
-        finally:
-            for part, parameters in own:
-                part._parameters.update(parameters)
-            for buffer, value in before:
-                buffer.data.copy_(value)
 
     def _catcher(self, name: str) -> Callable[..., None]:
         def caught(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

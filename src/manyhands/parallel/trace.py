@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -18,7 +17,7 @@ from typing_extensions import override
 from manyhands import rng, units
 from manyhands.errors import BadInput, Unsupported
 from manyhands.parallel.absent import Absent, recorded, tensors_of
-from manyhands.parallel.build import build, take_away, tied_names
+from manyhands.parallel.build import build, tied_names, without_parameters
 from manyhands.parallel.marks import noted
 from manyhands.parallel.planner.partition import partition
 
@@ -127,7 +126,7 @@ def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module,
     """
     with rng.kept():
         if isinstance(model, nn.Module):
-            with _without_parameters(model) as bare:
+            with without_parameters(model) as bare:
                 return _traced(bare, loss, batch)
         return _traced(build(model), loss, batch)
 
@@ -136,7 +135,6 @@ def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module,
 class _Call:
     time: int
     name: str
-    around: str  # the module in whose body it is
     arguments: list[Tensor]
     marked: bool = False
 
@@ -149,10 +147,17 @@ class _Record:
     calls: list[_Call] = field(default_factory=list)
     born: dict[int, int] = field(default_factory=dict)  # by id: when a value was made
     values: list[Absent] = field(default_factory=list)  # all of them, so that no id comes twice
-    uses: dict[int, list[int]] = field(default_factory=dict)
+    last_use: dict[int, int] = field(default_factory=dict)
     of_parameters: dict[str, list[int]] = field(default_factory=dict)
     outputs: dict[int, list[tuple[str, int, str, int]]] = field(default_factory=dict)  # (module, leaf, around, when)
     results: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # (module, number, leaf)
+
+    def call(self, name: str, arguments: Any, *, marked: bool = False) -> None:
+        self.time += 1
+        self.calls.append(_Call(self.time, name, tensors_of(arguments), marked))
+        for value in self.calls[-1].arguments:
+            if isinstance(value, Absent):
+                self.used(value)
 
     def made(self, absent: Absent) -> None:
         self.born[id(absent)] = self.time
@@ -160,7 +165,7 @@ class _Record:
 
     def used(self, absent: Absent) -> None:
         if absent.parameter is None:
-            self.uses.setdefault(id(absent), []).append(self.time)
+            self.last_use[id(absent)] = self.time
         else:
             self.of_parameters.setdefault(absent.parameter, []).append(self.time)
 
@@ -220,13 +225,8 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
     numbering = Numbering(came_out)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        record.time += 1
-        name, arguments = names[module], tensors_of((args, kwargs))
-        record.calls.append(_Call(record.time, name, numbering.body, arguments))
-        numbering.enter(name)
-        for value in arguments:
-            if isinstance(value, Absent):
-                record.used(value)
+        record.call(names[module], (args, kwargs))
+        numbering.enter(names[module])
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         numbering.leave()
@@ -236,11 +236,7 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
         record.time += 1
 
     def marked(value: Any) -> Any:
-        record.time += 1
-        record.calls.append(_Call(record.time, numbering.mark(), numbering.body, tensors_of(value), marked=True))
-        for one in tensors_of(value):
-            if isinstance(one, Absent):
-                record.used(one)
+        record.call(numbering.mark(), value, marked=True)
         record.time += 1
         return value
 
@@ -311,7 +307,7 @@ def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -
 
 
 def _is_alive(record: _Record, value: Absent, time: int) -> bool:
-    return record.born[id(value)] < time and any(use >= time for use in record.uses.get(id(value), []))
+    return record.born[id(value)] < time <= record.last_use.get(id(value), -1)
 
 
 def _place(record: _Record, value: Absent, call: _Call) -> ValuePlace | None:
@@ -330,17 +326,3 @@ def around_of(name: str) -> set[str]:
     """The modules in which one lies, the model itself among them."""
     parts = name.split(".")
     return {".".join(parts[:i]) for i in range(len(parts))}
-
-
-@contextmanager
-def _without_parameters(model: nn.Module) -> Iterator[nn.Module]:
-    """Within, all parameters of a module are absent; what is written to its buffers is undone."""
-    own = [(module, dict(module._parameters)) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield take_away(model, ())
-    finally:
-        for buffer, before in buffers:
-            buffer.data.copy_(before)
-        for module, parameters in own:
-            module._parameters.update(parameters)

@@ -38,7 +38,6 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.declared = run_state.declared(self.replica)
-        self._names = set(self.replica.layout.names)
         self._writer = PartWriter(at_once=self.worker.shares_process)
 
     def save(self, position: TrainingPosition, state: State) -> None:
@@ -152,9 +151,6 @@ class Saver:
         """Whether this rank's checkpoint holds the best model: the first replica's holds everybody's, a member its own."""
         return self.worker.mesh.rows[0] == 0 or not self.plan.strategy.needs.one_model
 
-    def _holds(self, parameter: str) -> bool:
-        return parameter in self._names
-
     def resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         """Restore replica, server and best model from a checkpoint; the strategy's state and the position."""
         with checkpoints.within_reach(saved, self.worker.group) as there:
@@ -166,7 +162,7 @@ class Saver:
         snapshot: run_state.Snapshot = saved
         place = rank, size
         if (then := by_replica.members_of(saved)) != mesh.model.size or (then > 1 and saved.ranks != size):
-            snapshot, place = by_replica.ByReplica(saved, self._holds), mesh.rows
+            snapshot, place = by_replica.ByReplica(saved, set(self.replica.layout.names)), mesh.rows
         state, values = run_state.restore(snapshot, self.replica, state, *place, self.total_ticks, self.warnings.append)
         was, now = values["options"], self._options()
         for fact in ("total", "threads", "fingerprint", "options"):
