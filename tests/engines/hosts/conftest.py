@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from open_files import open_files
 
 
 @pytest.fixture
@@ -19,10 +20,10 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """No child process, no descriptor."""
-    before, there = set(os.listdir("/proc/self/fd")), children()
+    before, there = open_files(), children()
     yield
     assert children() <= there  # other tests of this process may keep a fork server warm
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert len(open_files()) <= len(before)
 
 
 def children() -> set[str]:

@@ -21,6 +21,7 @@ from manyhands.errors import BadInput, UnknownName, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
+from open_files import open_files
 
 
 def served(workers: int = 2, servers: int = 1, bound: int | None = None, **options: Any) -> LaunchSpec:
@@ -105,9 +106,9 @@ def test_runs_with_and_without_a_server_on_one_warm_fork_server(local: Local) ->
         assert local.launch(counts, served(servers=2)) == [[20.0, 20.0]] * 2
         with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
             local.launch(lambda worker: 1 / 0, served())
-        came = sorted(os.listdir("/proc/self/fd"))
+        came = open_files()
         descriptors = descriptors or came
-        assert came == descriptors
+        assert came <= descriptors
     assert local.launch(lambda worker: len(shards(worker)), LaunchSpec(workers=2)) == [0, 0]
 
 
