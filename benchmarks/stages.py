@@ -49,8 +49,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         own = self.norm1(x)
         x = x + self.attention(own, own, own, need_weights=False)[0]
-        x += self.mlp(self.norm2(x))
-        return x
+        return x + self.mlp(self.norm2(x))
 
 
 def gpt() -> nn.Sequential:

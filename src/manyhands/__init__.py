@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from manyhands.strategies.solo import Solo as Solo
     from manyhands.strategies.update_sharing import UpdateSharing as UpdateSharing
     from manyhands.task import Task as Task
+    from manyhands.training.plans import Plans as Plans
+    from manyhands.training.plans import plan as plan
     from manyhands.training.train import train as train
     from manyhands.worker import Worker as Worker
     from manyhands.worker_callback import WorkerCallback as WorkerCallback
@@ -116,6 +118,7 @@ _WHERE = {
     "ModelParallel": "parallel.spec",
     "Needs": "strategies.base",
     "PeerLost": "errors",
+    "Plans": "training.plans",
     "Preempted": "errors",
     "Progress": "callbacks",
     "Push": "server.pushes",
@@ -151,6 +154,7 @@ _WHERE = {
     "is_first": "own_loop.prepare",
     "launch": "own_loop.launch",
     "mean": "own_loop.prepare",
+    "plan": "training.plans",
     "prepare": "own_loop.prepare",
     "read_history": "recording.run",
     "replay": "evidence.replay.replay",

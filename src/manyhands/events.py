@@ -18,8 +18,8 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Event:
     """One thing that happened.
 
-    type: start | step | epoch | validation | part | checkpoint | warning | fault | change | membership | tensorboard |
-        stop | end | failed
+    type: start | step | epoch | validation | part | checkpoint | plan | warning | fault | change | membership |
+        tensorboard | stop | end | failed
     time_s: seconds since the run began, on the driver's clock (a worker's own clock for what it sends)
     rank: the worker it happened to, or None for the driver
     values: numbers and short strings, JSON as they are; `docs/events.md` lists them by type
@@ -167,6 +167,10 @@ _VALUES: dict[str, dict[str, Test]] = {  # of those events that something is mad
     "closing": {"epoch": _whole()} | _MAY_MISS,
     "validation": {"metrics": lambda value: isinstance(value, dict) and all(map(_number, value.values()))},
     "warning": {"message": lambda value: isinstance(value, str), "kind": _MAY_MISS["kind"]},
+    "plan": {
+        "message": lambda value: isinstance(value, str),
+        **dict.fromkeys(("predicted_s", "step_s", "predicted_bytes", "bytes"), _finite),
+    },
     "fault": {"fault": lambda value: isinstance(value, str)},
     "membership": {"workers": _MAY_MISS["workers"], "repeated": _whole()},
     "partial": {"rows": _whole()},

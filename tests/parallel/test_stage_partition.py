@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from manyhands.parallel.planner.partition import Partition, partition
+from manyhands.parallel.planner.partition import Partition, partition, sums
 
 
 def brute_force(costs: list[float], stages: int, memory: list[float], caps: list[float], speeds: list[float]) -> float:
@@ -23,7 +23,7 @@ def brute_force(costs: list[float], stages: int, memory: list[float], caps: list
 
 @pytest.mark.parametrize(("stages", "cost"), [(1, 30), (2, 16), (3, 10), (4, 8)])
 def test_a_chain_of_eight(stages: int, cost: float) -> None:
-    found = partition([5, 3, 2, 4, 6, 2, 3, 5], stages)
+    found = partition(8, stages, sums([5, 3, 2, 4, 6, 2, 3, 5]))
     assert found.cost == cost
     assert len(found.starts) == stages - 1
 
@@ -39,7 +39,7 @@ def test_random_chains_with_caps_and_unequal_workers(seed: int) -> None:
             [draws.randint(10, 80) for _ in range(stages)],
             [draws.choice([0.5, 1, 2]) for _ in range(stages)],
         )
-        found = partition(costs, stages, memory=memory, caps=caps, speeds=speeds)
+        found = partition(units, stages, sums(costs, memory=memory, caps=caps, speeds=speeds))
         assert found.cost == brute_force(costs, stages, memory, caps, speeds)
         if math.isfinite(found.cost):
             ends = [0, *found.starts, units]
@@ -50,6 +50,6 @@ def test_random_chains_with_caps_and_unequal_workers(seed: int) -> None:
 
 
 def test_what_does_not_fit() -> None:
-    assert partition([1, 1, 1], 2, memory=[5, 5, 5], caps=[6, 6]).cost == math.inf
-    assert partition([1, 2], 2) == Partition(2, (1,))
-    assert partition([1, 2], 3).cost == math.inf
+    assert partition(3, 2, sums([1, 1, 1], memory=[5, 5, 5], caps=[6, 6])).cost == math.inf
+    assert partition(2, 2, sums([1, 2])) == Partition(2, (1,))
+    assert partition(2, 3, sums([1, 2])).cost == math.inf

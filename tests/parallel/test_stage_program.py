@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -49,8 +50,7 @@ def test_stages_one_after_the_other_are_the_whole_program(name: str) -> None:
 
     passes[-1].values, back = [value], [Sent(torch.ones_like(value))]
     for one in reversed(passes):
-        one.backward(back)
-        back = as_sent(one.sent_back())
+        back = as_sent(one.backward(back))
     expected.backward()
     for name, p in whole.named_parameters():
         held = [dict(parts[stage].named_parameters())[name] for stage in owners[name]]
@@ -58,6 +58,24 @@ def test_stages_one_after_the_other_are_the_whole_program(name: str) -> None:
         torch.testing.assert_close(total, p.grad, rtol=0, atol=1e-15 if len(held) > 1 else 0, msg=name)
     for name, buffer in whole.named_buffers():
         assert torch.equal(dict(parts[found.stage_of(name, cuts)].named_buffers())[name], buffer), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_keeps_nothing_once_it_went_back(name: str) -> None:
+    """The graph of a run holds what keeps the gradients of what was received, which must not hold the graph."""
+    make, loss, batch, names = CASES[name]
+    whole = make().double()
+    cuts = (found := trace(whole, loss, batch)).chosen(names)[:1]
+    owners = found.stages_of(cuts)
+    parts = [take_away(copy.deepcopy(whole), {n for n, at in owners.items() if stage in at}) for stage in range(2)]
+    first, last = (StageProgram(part, cuts, stage) for stage, part in enumerate(parts))
+    received = as_sent(first.run(loss, batch, []).sent())
+    kept = [weakref.ref(one.tensor) for one in received]
+    own = last.run(loss, batch, received)
+    own.values = [own.result[0] if isinstance(own.result, tuple) else own.result]
+    own.backward([Sent(torch.ones_like(own.values[0]))])
+    del received
+    assert [one() for one in kept] == [None] * len(kept)
 
 
 def held_bytes(recomputed: set[str]) -> int:

@@ -89,6 +89,8 @@ class Progress(Callback):
     @override
     def on_notice(self, event: Event) -> None:
         self._print_json(event)
+        if self._display is not None and event.type == "plan":
+            self._display.print(event.values["message"])
 
     @override
     def on_end(self, event: Event) -> None:

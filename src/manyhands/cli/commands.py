@@ -157,6 +157,7 @@ def train(
     nonfinite: options.Nonfinite = "raise",
     partition: options.Partition = "none",
     model_parallel: options.ModelParallel = None,
+    memory_per_worker: options.MemoryPerWorker = None,
     early_stopping: options.Stopping = None,
     tensorboard: options.TensorBoardFolder = None,
     mlflow: options.MLflowExperiment = None,
@@ -235,6 +236,7 @@ def train(
                 nonfinite=nonfinite,
                 partition=partition,
                 model_parallel=model_parallel,
+                memory_per_worker=memory_per_worker,
                 max_seconds=max_seconds,
                 timeout_s=timeout,
                 **task_fields(ctx.params),
@@ -410,7 +412,7 @@ def replay(
     )
 
 
-for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate):
+for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate, evidence.plan):
     app.command()(_measuring)
 
 

@@ -284,6 +284,52 @@ def calibrate(
     typer.echo(text(found, task, output))
 
 
+def plan(
+    ctx: typer.Context,
+    task: options.TaskSpec,
+    workers: options.PlannedWorkers,
+    strategy: options.Strategy = "allreduce",
+    memory_per_worker: options.MemoryPerWorker = None,
+    output: options.PlanFile = None,
+    as_json: options.AsJson = False,
+    threads_per_worker: options.Threads = None,
+    batch_size: options.BatchSize = None,
+    batch_size_per_worker: options.BatchSizePerWorker = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    precision: options.Precision = None,
+    clip_norm: options.ClipNorm = None,
+    loader_processes: options.LoaderProcesses = None,
+    debug: options.Debug = False,
+) -> None:
+    """Say how a model is best put on workers: whole on each, or cut into stages; with the memory and time of each plan.
+
+    [bold]manyhands plan my.py:task -n 4 --memory-per-worker 2GB[/bold]
+    [bold]manyhands plan my.py:task -n 4 --memory-per-worker 2GB -o plan.json[/bold]
+    [bold]manyhands train my.py:task -n 4 --model-parallel plan.json[/bold]
+
+    It measures the model here, a part at a time: the whole model need not fit.
+    On one machine one process is nearly always faster while the model fits;
+    stages are for models that do not. Let the machine be idle meanwhile.
+    """
+    if output is not None and not output.absolute().parent.is_dir():
+        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
+    from manyhands.training.plans import plan as plan_task
+
+    found = plan_task(
+        task,
+        workers=workers,
+        strategy=strategy,
+        memory_per_worker=memory_per_worker,
+        threads_per_worker=threads_per_worker,
+        say=_say,
+        **task_fields(ctx.params),
+    )
+    typer.echo(found.to_json() if as_json else found.text(*tables.width()))
+    if output is not None:
+        found.save(output)
+        _say(f"{found.chosen} is in {output}: manyhands train {task} -n {workers} --model-parallel {output}")
+
+
 def _say(line: str) -> None:
     typer.echo(f"manyhands: {line}", err=True)
 

@@ -320,8 +320,19 @@ Partition = Annotated[
 ModelParallel = Annotated[
     str | None,
     _run(
-        "--model-parallel", metavar="SPEC", help="Several workers for one replica: stages=2, stages=3,micro_batches=8 …"
+        "--model-parallel",
+        metavar="SPEC|auto|FILE",
+        help="Several workers for one replica: stages=2, stages=3,micro_batches=8 …; auto, or the file of a plan.",
     ),
+]
+MemoryPerWorker = Annotated[
+    str | None,
+    _run("--memory-per-worker", metavar="SIZE", help="What a plan may take of each worker: 2GB, or 4GB,2GB,2GB,2GB."),
+]
+PlannedWorkers = Annotated[int, typer.Option("--workers", "-n", help="Workers of the run that is planned.")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the plan to take, for --model-parallel FILE."),
 ]
 Stopping = Annotated[str | None, _watch("--early-stopping", help="Stop when METRIC\\[:PATIENCE] gets no better.")]
 TensorBoardFolder = Annotated[Path | None, _watch("--tensorboard", help="Write event files to this folder.")]

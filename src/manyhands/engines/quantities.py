@@ -38,6 +38,15 @@ def read_bandwidth(text: str, what: str) -> float:
     return float(found[1]) * _BITS[(found[2] or "").lower()]
 
 
+def read_bytes(text: str, what: str) -> int:
+    """`2GB`, `512MB`, `1.5GiB`; BadInput otherwise, also for a number without a unit."""
+    found = re.fullmatch(rf"({NUMBER})\s*([kKmMgGtT])(i?)[bB]", str(text).strip())
+    if found is None or not float(found[1]):
+        raise BadInput(f"{what} must be a size with its unit, such as 2GB, 512MB or 1.5GiB; got {text!r}")
+    scale = 1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else _BITS[found[2].lower()]
+    return int(float(found[1]) * scale)
+
+
 def read_factor(text: str, what: str) -> float:
     """`5x`, `0.5x`, or a number above 0; BadInput otherwise."""
     found = re.fullmatch(rf"({NUMBER})x?", text.strip())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 
 from rich.console import Console
@@ -27,14 +27,16 @@ def text_tables(columns: Mapping[str, Sequence[str]], width: int) -> str:
     return "\n\n".join(text_table({first: names, **table}, width) for table in tables)
 
 
-def text_table(columns: Mapping[str, Sequence[str]], width: int) -> str:
+def text_table(columns: Mapping[str, Sequence[str]], width: int, notes: Collection[str] = ()) -> str:
     """columns: {title, of one line or more: cells}.
 
-    The first column stands at the left, folded where there is no room for it; the others at the right, never folded.
+    The first column and notes stand at the left, folded where there is no room for them; the others at the right, never
+    folded.
     """
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="")
     for i, title in enumerate(columns):
-        table.add_column(title, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+        number = i > 0 and title not in notes
+        table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False, markup=False)

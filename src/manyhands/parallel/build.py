@@ -18,23 +18,24 @@ from manyhands.parallel.absent import Absent
 _DRAWS = frozenset(
     ["normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"]
 )
+_STD = 0.02  # of values that stand for a model's own: what they compute stays finite
 _building = threading.Lock()  # the hook on registrations is the process's
 
 
-def build(make: Callable[[], nn.Module], held: Collection[str] = ()) -> nn.Module:
+def build(make: Callable[[], nn.Module], held: Collection[str] = (), *, draws: bool = True) -> nn.Module:
     """What `make` builds, in which all parameters but those that are held are absent. The random stream goes on as if all
-    were there.
+    were there; without `draws` nothing is drawn for what is absent, which is quicker.
 
     held: names, any of a tied parameter's. Memory is for what is held and one parameter besides. Two calls
     of `make` are needed where something is held, since a parameter has no name yet when it is registered.
     """
     state = torch.get_rng_state()
-    model = _build(make, frozenset())
+    model = _build(make, frozenset(), draws)
     if not held:
         return model
     numbers = {p._number for name, p in _every_name(model) if name in held}  # type: ignore[attr-defined]
     torch.set_rng_state(state)
-    return _build(make, numbers)
+    return _build(make, numbers, draws)
 
 
 def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
@@ -50,6 +51,21 @@ def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
         model.get_submodule(module)._parameters[last] = absent  # type: ignore[assignment]
     _name_them(model)
     return model
+
+
+def fill(model: nn.Module, names: Collection[str]) -> None:
+    """Absent parameters of these names, any of a tied one's, get memory and small random values, in place."""
+    every = _every_name(model)
+    wanted = {id(p) for name, p in every if name in names}
+    made: dict[int, nn.Parameter] = {}
+    for name, p in every:
+        if id(p) not in wanted or not isinstance(p, Absent):
+            continue
+        module, _, last = name.rpartition(".")
+        if id(p) not in made:
+            values = torch.empty(p.shape, dtype=p.dtype).normal_(std=_STD)
+            made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+        model.get_submodule(module)._parameters[last] = made[id(p)]
 
 
 @contextmanager
@@ -85,7 +101,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in _every_name(model) if first.setdefault(id(p), name) != name}
 
 
-def _build(make: Callable[[], nn.Module], numbers: Collection[int]) -> nn.Module:
+def _build(make: Callable[[], nn.Module], numbers: Collection[int], draws: bool) -> nn.Module:
     count = 0
 
     def registered(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
@@ -101,7 +117,7 @@ def _build(make: Callable[[], nn.Module], numbers: Collection[int]) -> nn.Module
     with _building:
         handle = register_module_parameter_registration_hook(registered)
         try:
-            with _Drawing():  # type: ignore[no-untyped-call]
+            with _Drawing(draws):
                 model = make()
         finally:
             handle.remove()
@@ -130,6 +146,10 @@ def _absent_parameter(p: Tensor) -> Absent:
 class _Drawing(TorchDispatchMode):
     """Random fills of absent parameters draw, into memory that nobody reads: later ones get the numbers that they would."""
 
+    def __init__(self, draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -137,7 +157,8 @@ class _Drawing(TorchDispatchMode):
         given = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
         if name in _DRAWS and isinstance(args[0], Tensor) and args[0].device.type == "meta":
-            scratch = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
-            func(scratch, *args[1:], **given)
+            if self._draws:
+                scratch = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
+                func(scratch, *args[1:], **given)
             return args[0]
         return func(*args, **given)

@@ -7,7 +7,12 @@ from manyhands.parallel.stage_executor import StagePlace
 from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.worker import Mesh, Worker
 
-_PIECE_BYTES = 1 << 20  # of a message between stages: it leaves as one where it is no longer
+_PIECE_BYTES = 1 << 20  # in which a message between stages travels, or a quarter of it
+
+
+def piece_bytes(message: int) -> int:
+    """In which messages of so many bytes travel: a mailbox has room for eight pieces."""
+    return max(-(-message // 4), _PIECE_BYTES)
 
 
 def mesh_of(worker: Worker, stages: int) -> Mesh:
@@ -31,7 +36,7 @@ def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
         """Between a stage and the next one."""
         if not 0 <= left < len(cuts):
             return None
-        return StageChannel(worker.make_group([first + left, first + left + 1]), max(cuts[left].nbytes, _PIECE_BYTES))
+        return StageChannel(worker.make_group([first + left, first + left + 1]), piece_bytes(cuts[left].nbytes))
 
     before, after = channel(stage - 1), channel(stage)
     holders = sorted({stages for stages in trace.stages_of(cuts).values() if len(stages) > 1 and stage in stages})

@@ -15,12 +15,12 @@ from manyhands.comm.group import Group, Ledger
 from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
-from manyhands.malloc import giving_back
 from manyhands.parallel.absent import Absent
 from manyhands.parallel.build import build, is_absent, take_away
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import StagePass, StageProgram
 from manyhands.parallel.trace import Cut, ModelTrace
+from manyhands.process_memory import giving_back
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
 
@@ -88,13 +88,17 @@ class StageExecutor(AutogradExecutor):
     # -- building ------------------------------------------------------------------------------------------------------
 
     def _make(self) -> nn.Module:
-        given = self._task.model
-        with giving_back():  # parameters that are drawn into scratch
-            model = take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
+        model = self._part_of_model()
         self._trainable_elsewhere = [p for p in model.parameters() if isinstance(p, Absent) and p.requires_grad]
         for p in self._trainable_elsewhere:
             p.set_requires_grad(False)  # no part of the shards
         return model
+
+    def _part_of_model(self) -> nn.Module:
+        """The task's, of whose parameters there are only those that this stage holds."""
+        given = self._task.model
+        with giving_back():  # parameters that are drawn into scratch
+            return take_away(given, self.held) if isinstance(given, nn.Module) else build(given, self.held)
 
     def _optimizer_of_stage(self, model: nn.Module) -> torch.optim.Optimizer:
         """The task's, made for the whole model, without what is absent: groups keep their number and rates."""
@@ -164,9 +168,10 @@ class StageExecutor(AutogradExecutor):
                 else:
                     own = under_way.pop(action.micro)
                     back = self.place.after.receive(self._device) if self.place.after is not None else None
-                    own.backward([Sent(torch.ones_like(value)) for value in own.values] if back is None else back)
+                    ones = [Sent(torch.ones_like(value)) for value in own.values]
+                    gradients = own.backward(ones if back is None else back)
                     if self.place.before is not None:
-                        self.place.before.send("back", own.sent_back())
+                        self.place.before.send("back", gradients)
         summed, total, stops = self.reduce(
             torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
         ).tolist()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
@@ -39,14 +41,11 @@ class StagePass:
     def sent(self) -> list[Sent]:
         return [Sent(value, value.requires_grad) for value in self.values]
 
-    def sent_back(self) -> list[Sent]:
-        found = self.gradients or [None] * len(self.received)
-        return [
-            Sent(gradient if one.requires_grad else None) for one, gradient in zip(self.received, found, strict=True)
-        ]
+    def backward(self, gradients: Sequence[Sent]) -> list[Sent]:
+        """The gradients of what was received. gradients: of `values`, from the next stage.
 
-    def backward(self, gradients: Sequence[Sent]) -> None:
-        """gradients: of `values`, from the next stage."""
+        Nothing of the run is kept: its graph holds this object, and nobody would free either.
+        """
         pairs = [
             (value, one.tensor)
             for value, one in zip(self.values, gradients, strict=True)
@@ -54,7 +53,12 @@ class StagePass:
         ]
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-        self.values = []
+        found = self.gradients or [None] * len(self.received)
+        back = [
+            Sent(gradient if one.requires_grad else None) for one, gradient in zip(self.received, found, strict=True)
+        ]
+        self.received, self.values, self.result, self.gradients = [], [], None, []
+        return back
 
 
 class _Received(torch.autograd.Function):
@@ -91,6 +95,9 @@ class StageProgram:
         self._kept: dict[ValuePlace, Tensor] = {}
         self._shapes: dict[Any, Any] = {}  # what skipped modules give, by what they are given
         self._trigger = torch.zeros((), requires_grad=True)
+        self._installed = ExitStack()
+        self.skipped_s = 0.0
+        """Seconds of the last run before it came to this stage."""
         self._places = {place for cut in (self.begin, self.end) if cut is not None for place in cut.places}
         marked = any(cut is not None and cut.marked for cut in (self.begin, self.end))
         numbers = marked or any(place.kind == "result" for place in self._places)
@@ -100,6 +107,7 @@ class StageProgram:
     def run(self, function: Callable[[nn.Module, Any], Any], batch: Any, received: list[Sent]) -> StagePass:
         """`function(model, batch)` from this stage's first module to the next one's. received: of the stage before."""
         own = self._pass = StagePass(received)
+        self._started = time.perf_counter()
         self._active, self._before, self._kept = True, self.begin is not None, {}
         try:
             with noted(self._marked), nullcontext() if self._numbering is None else self._numbering:
@@ -114,6 +122,10 @@ class StageProgram:
             self._active, self._kept = False, {}
         return own
 
+    def remove(self) -> None:
+        """The model is as before this program was made of it."""
+        self._installed.close()
+
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
@@ -124,17 +136,32 @@ class StageProgram:
             if self._numbering is not None:
                 self._number(name, module)
             if name in outputs:
-                module.register_forward_hook(self._catcher(name), with_kwargs=True)
+                self._hooked(module.register_forward_hook(self._catcher(name), with_kwargs=True))
             if name in self._recomputed and name not in around:
-                module.forward = types.MethodType(self._recomputing(module, module.forward), module)
+                self._replace_forward(module, self._recomputing(module, module.forward))
             if self.begin is None or not name or name == self.begin.name or name in around_of(self.begin.name):
                 continue
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-                module.forward = types.MethodType(self._skipper(module.forward), module)
+                self._replace_forward(module, self._skipper(module.forward))
         if self.begin is not None and not self.begin.marked:
-            modules[self.begin.name].register_forward_pre_hook(self._at_begin, with_kwargs=True)
+            self._hooked(modules[self.begin.name].register_forward_pre_hook(self._at_begin, with_kwargs=True))
         if self.end is not None and not self.end.marked:
-            modules[self.end.name].register_forward_pre_hook(self._at_end, with_kwargs=True)
+            self._hooked(modules[self.end.name].register_forward_pre_hook(self._at_end, with_kwargs=True))
+
+    def _hooked(self, handle: RemovableHandle) -> None:
+        self._installed.callback(handle.remove)
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        own = module.__dict__.get("forward")  # of this object alone, not of its class
+
+        def put_back() -> None:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+        self._installed.callback(put_back)
+        module.forward = types.MethodType(forward, module)
 
     def _number(self, name: str, module: nn.Module) -> None:
         numbering = self._numbering
@@ -148,8 +175,8 @@ class StageProgram:
             if self._active:
                 numbering.leave()
 
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+        self._hooked(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooked(module.register_forward_hook(leave))
 
     def _skipper(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """In the place of a module's forward: before this stage it gives absent tensors."""
@@ -241,6 +268,7 @@ class StageProgram:
                 )
             target.fill(value)
         self._before = False
+        self.skipped_s = time.perf_counter() - self._started
         return pytree.tree_map(_filled, (args, kwargs))
 
     def _at_end(self, module: nn.Module, args: Any, kwargs: Any) -> None:

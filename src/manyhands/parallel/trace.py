@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -19,7 +21,7 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.parallel.absent import Absent, recorded, tensors_of
 from manyhands.parallel.build import build, tied_names, without_parameters
 from manyhands.parallel.marks import noted
-from manyhands.parallel.planner.partition import partition
+from manyhands.parallel.planner.partition import partition, sums
 
 _NEARLY = 1.1  # so much larger a stage may be where cuts at outermost calls, at which fewer values cross, are to be had
 
@@ -42,8 +44,13 @@ class Cut:
     name: str
     time: int
     places: tuple[ValuePlace, ...]  # of the values that cross it
-    nbytes: int  # of them, for the micro-batch that was traced
+    values: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # their shapes, for the micro-batch that was traced
     marked: bool = False  # a call of `mh.cut`
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values, for the micro-batch that was traced."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.values)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class ModelTrace:
     sizes: dict[str, int]  # how many numbers each parameter has
     names: dict[str, str]  # of tied parameters: {a further name: the first one}
     buffers: dict[str, int]  # when the module is called that has it, first
+    calls: tuple[tuple[int, str], ...]  # when a module is called, and what it is and is given
 
     def chosen(self, names: Sequence[str]) -> list[Cut]:
         """The cuts at these modules. BadInput for what is none, or out of order."""
@@ -90,6 +98,11 @@ class ModelTrace:
         return outermost if cost <= _NEARLY * best else cuts
 
     @property
+    def chain(self) -> list[Cut]:
+        """Between the units of which a planner makes stages: marks where there are any, else the outermost cuts."""
+        return [cut for cut in self.cuts if cut.marked] or self.outermost
+
+    @property
     def outermost(self) -> list[Cut]:
         """Those of the possible cuts that lie in no other's module."""
         names = {cut.name for cut in self.cuts}
@@ -101,7 +114,7 @@ class ModelTrace:
         sizes = [0] * (len(times) + 1)  # of the units, how many numbers each has, from one possible cut to the next
         for name, size in self.sizes.items():
             sizes[bisect_right(times, self.uses[name][0]) if self.uses[name] else 0] += size
-        found = partition(sizes, stages)
+        found = partition(len(sizes), stages, sums(sizes))
         return found.cost, [cuts[start - 1] for start in found.starts]
 
     def stages_of(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
@@ -128,7 +141,7 @@ def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module,
         if isinstance(model, nn.Module):
             with without_parameters(model) as bare:
                 return _traced(bare, loss, batch)
-        return _traced(build(model), loss, batch)
+        return _traced(build(model, draws=False), loss, batch)
 
 
 @dataclass
@@ -262,7 +275,14 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
     first = {call.name: call.time for call in reversed(record.calls)}
     buffers = {name: first.get(name.rpartition(".")[0], 0) for name, _ in model.named_buffers()}
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return ModelTrace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers)
+    kinds = tuple((call.time, _kind(modules.get(call.name), call.arguments)) for call in record.calls)
+    return ModelTrace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers, kinds)
+
+
+def _kind(module: nn.Module | None, arguments: list[Tensor]) -> str:
+    """Of a call; two that are alike cost the same."""
+    given = [f"{list(value.shape)} {value.dtype}" for value in arguments]
+    return f"{type(module).__name__}({'' if module is None else module.extra_repr()}) {given}"
 
 
 def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -> tuple[list[Cut], dict[str, str]]:
@@ -300,9 +320,9 @@ def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -
                 refused[call.name] = "a module around it, or one before it, begins at the same place"
             else:
                 taken.add(crossing)
-                nbytes = sum(value.numel() * value.element_size() for value in alive)
+                values = tuple((tuple(value.shape), value.dtype) for value in alive)
                 found = tuple(place for place in places if place is not None)
-                cuts.append(Cut(call.name, call.time, found, nbytes, call.marked))
+                cuts.append(Cut(call.name, call.time, found, values, call.marked))
     return cuts, refused
 
 

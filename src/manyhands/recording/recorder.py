@@ -67,6 +67,7 @@ class Recorder(Observer):
         self._tick = 0  # of this rank, where it is its own driver and not the first
         self.records = False
         self.warnings: list[str] = []
+        self._plan: dict[str, Any] = {}  # how the run compares with its plan
         self._kinds: set[str] = set()  # of warnings that one worker gives for all
         self._history = History(workers)
         self._faults: Counter[str] = Counter()  # that happened, as `faults=` names them
@@ -234,7 +235,7 @@ class Recorder(Observer):
         run.staleness_of_workers = self._history.staleness_of_workers()
         run.info["warnings"] = list(self.warnings)
         run.losses, run.generations = self._losses, 1 + self._generations_before + self._generation
-        run.restarts = self._restarts
+        run.restarts, run.plan = self._restarts, self._plan
         driven = all(one["cause"] != "driver" for one in self._restarts)  # else nobody knows since when
         if self._goodput is not None and run.generations > 1 and driven:
             run.goodput = self._goodput.result(self._now_s())
@@ -385,6 +386,9 @@ class Recorder(Observer):
             if norm:
                 message += f"; with it goes what it had yet to send, of norm {norm:.3g}"
             event = replace(event, values={**event.values, "message": message, "left_out": norm})
+        if event.type == "plan":
+            self._plan = dict(event.values)
+            LOG.info("%s", event.values["message"])
         if event.type == "change":
             LOG.warning("%s", event.values["message"])
             if event.values["kind"] == "lost" and self._goodput is not None:

@@ -114,6 +114,9 @@ class Run:
     goodput: dict[str, float] = field(default_factory=dict)
     """Where members changed: {"goodput": the share of the workers' time that was used, "wall_s": seconds since the first
     step, and in worker-seconds what was not: "absent_s", "paused_s" while groups were formed, "repeated_s"}."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Where a plan chose `model_parallel`: what it predicted and what came, {"predicted_s", "step_s": of a step,
+    "predicted_bytes", "bytes": of the worker with the most memory, "stages": of each, "message": all in a line}."""
     directory: AnyPath | None = None
     """Of events.jsonl, checkpoints and result.json; None where nothing was written. Where run_dir was a URL, a
     RemotePath, whose text is that URL."""
@@ -234,7 +237,7 @@ class Run:
     def to_json(self) -> str:
         """All but tensors and history (which is in events.jsonl), as in result.json; NaN as in docs/events.md."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ELSEWHERE}
-        for name in ("losses", "goodput"):
+        for name in ("losses", "goodput", "plan"):
             if not values[name]:
                 del values[name]
         return events.to_json(values)

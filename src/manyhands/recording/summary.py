@@ -69,6 +69,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_cores(facts),
         *_batch(facts),
         *_stages(facts),
+        *_plan(facts),
         *_time(facts),
         *_exchanged(facts),
         *_survived(facts),
@@ -118,6 +119,11 @@ def _stages(facts: dict[str, Any]) -> Lines:
     held = [f"{one['begins'] or 'the beginning'} ({one['parameters']:,} parameters)" for one in stages]
     replicas = units.count(workers // len(stages), "replica")
     return [("stages", f"{replicas} of {units.count(len(stages), 'worker')}, from {', from '.join(held)}")]
+
+
+def _plan(facts: dict[str, Any]) -> Lines:
+    """What a plan predicted, and what came."""
+    return [("plan", facts["plan"]["message"].removeprefix("plan: "))] if facts.get("plan") else []
 
 
 def _survived(facts: dict[str, Any]) -> Lines:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,3 +162,30 @@ def weighted_mean(vectors: Sequence[FlatVector], weights: Sequence[float]) -> Fl
     shares = [weight / total if total else 1 / len(weights) for weight in weights]
     scaled = [vector * share for vector, share in zip(vectors, shares, strict=True)]
     return FlatVector([torch.stack(parts).sum(0) for parts in zip(*(vector.parts for vector in scaled), strict=True)])
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """All tensors that an optimizer's or a strategy's state holds."""
+    match thing:
+        case Tensor():
+            yield thing
+        case FlatVector():
+            yield from thing.parts
+        case Mapping():
+            for value in thing.values():
+                yield from tensors_in(value)
+        case list() | tuple():
+            for value in thing:
+                yield from tensors_in(value)
+        case _ if is_dataclass(thing):
+            for field in fields(thing):
+                yield from tensors_in(getattr(thing, field.name))
+
+
+def nbytes(tensors: Any, without: Any = ()) -> int:
+    """Of the memory behind tensors, each once; without what lies behind others."""
+    left_out = {one.untyped_storage().data_ptr() for one in without}
+    spans = {
+        (one.data_ptr(), one.nbytes): one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in left_out
+    }
+    return sum(spans.values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -22,7 +21,6 @@ from manyhands import rng, units
 from manyhands.comm.group import Ledger
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.leases import Segment
-from manyhands.data.open_source import open_source
 from manyhands.data.slice_ledger import Place, SliceLedger
 from manyhands.engines import cores
 from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
@@ -35,7 +33,16 @@ from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
 from manyhands.strategies.base import StepResult
 from manyhands.training import nonfinite
-from manyhands.training.plan import Outcome, TrainingPosition, WorkerPlan, check_executor, global_batch, make_executor
+from manyhands.training.plan import (
+    Outcome,
+    TrainingPosition,
+    WorkerPlan,
+    check_executor,
+    first_rows,
+    make_executor,
+    make_feed,
+)
+from manyhands.training.plan_check import PlanCheck
 from manyhands.training.saving import Saver
 from manyhands.training.validation import Validator
 from manyhands.worker import Worker
@@ -126,6 +133,7 @@ class Loop:
         self.state = plan.strategy.start(self.replica, worker)
         self.worker_callback: WorkerCallback | None = None
         self._called_off = False  # by this worker's callback
+        self._plan_check = None if plan.predicted is None else PlanCheck(plan.predicted, self.total_ticks())
         self._workers = worker.mesh.rows[1]  # with which the run begins, whoever of them is there when it does
         self.position = TrainingPosition()
         self.phase = Phase.STEP
@@ -168,28 +176,10 @@ class Loop:
         return None if data is None else self._feed(data)
 
     def _feed(self, data: Any, train: bool = False) -> Feed:
-        task, worker = self.task, self.worker
-        rank, size = worker.mesh.rows
-        source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
-        own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
-        return Feed(
-            source,
-            rank=rank,
-            size=size,
-            batch_size=own or global_batch(task, size, source.batch_size),
-            seed=task.seed,
-            shuffle=train and task.shuffle,
-            order=task.order if train else None,
-            partition=self.plan.partition if train else "none",
-            device=worker.device,
-            threads=not worker.shares_process,
-            keeps=train and worker.elastic and self.plan.strategy.leasing() is None,
-        )
+        return make_feed(self.plan, self.worker, data, self.worker.mesh.rows, train=train)
 
     def _first_rows(self) -> Any:
-        """The first batch that this worker would get, read apart from all training."""
-        with closing(self._feed(self.task.train_data).epoch(0)) as slices:
-            return next(slices).batch
+        return first_rows(self.plan, self.worker, self.worker.mesh.rows)
 
     def _use_schedule(self) -> None:
         make, total = self.task.schedule, self.total_ticks()
@@ -432,6 +422,8 @@ class Loop:
         unused = 0 if result.used else rows
         self._count(part, rows, unused)
         left_out = self.state.left_out() if worker.elastic else None
+        compute_s = turn.middle - turn.begun + apply_s - turn.stage_wait_s
+        exchange_s = end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.stage_wait_s
         self._record(
             tick=turn.tick,
             loss=turn.loss if rows else None,
@@ -439,8 +431,8 @@ class Loop:
             rows=rows,
             unused=unused,
             input_s=self.input_s,
-            compute_s=turn.middle - turn.begun + apply_s - turn.stage_wait_s,
-            exchange_s=end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.stage_wait_s,
+            compute_s=compute_s,
+            exchange_s=exchange_s,
             wait_s=wait_s,
             round=replica.rounds > turn.rounds,
             rate=self._rate(),
@@ -448,6 +440,12 @@ class Loop:
             **({} if left_out is None else {"left_out": left_out}),
             **turn.values,
         )
+        if self._plan_check is not None and self._plan_check.add(
+            compute=compute_s, wait=wait_s, exchange=exchange_s, input=self.input_s
+        ):
+            found = self._plan_check.compare(worker, peak_bytes(worker.device))
+            if worker.rank == 0:
+                worker.emit("plan", tick=turn.tick, step=replica.step, **found)
         if self.worker_callback is not None and self.worker_callback.on_step(turn.loss if part.rows else None):
             self._called_off = True
         if (self.worker.elastic and not self.lockstep) or left_out is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from manyhands import rng
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath
+from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.errors import BadInput
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.staged import staged
@@ -37,6 +40,7 @@ class WorkerPlan:
     nonfinite: str = "raise"
     partition: str = "none"
     model_parallel: ModelParallel | None = None
+    predicted: Mapping[str, Any] | None = None  # by the plan that chose it: see `plans.predicted_of`
     max_seconds: float | None = None
     checkpoints: AnyPath | None = None  # the folder; None: write none
     resume_from: Checkpoint | None = None
@@ -97,6 +101,32 @@ class TrainingPosition:
     rows: int = 0
     unused: int = 0
     rounds: int = 0
+
+
+def make_feed(plan: WorkerPlan, worker: Worker, data: Any, shard: tuple[int, int], *, train: bool) -> Feed:
+    """Of a worker's slices of data. shard: its number among those who share the rows, and how many these are."""
+    (rank, size), task = shard, plan.task
+    source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
+    own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
+    return Feed(
+        source,
+        rank=rank,
+        size=size,
+        batch_size=own or global_batch(task, size, source.batch_size),
+        seed=task.seed,
+        shuffle=train and task.shuffle,
+        order=task.order if train else None,
+        partition=plan.partition if train else "none",
+        device=worker.device,
+        threads=not worker.shares_process,
+        keeps=train and worker.elastic and plan.strategy.leasing() is None,
+    )
+
+
+def first_rows(plan: WorkerPlan, worker: Worker, shard: tuple[int, int]) -> Any:
+    """The first training batch that a worker would get, read apart from all training."""
+    with closing(make_feed(plan, worker, plan.task.train_data, shard, train=False).epoch(0)) as slices:
+        return next(slices).batch
 
 
 def build_model(task: Task) -> nn.Module:

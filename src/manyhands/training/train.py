@@ -41,6 +41,7 @@ from manyhands.task import Task, named
 from manyhands.training import run_directory
 from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
+from manyhands.training.plans import is_planned, with_plan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer_of, finished_run, open_directory
 from manyhands.training.worker_main import work, work_as_dict
 from manyhands.worker import Worker
@@ -67,6 +68,7 @@ def train(
     nonfinite: str = "raise",
     partition: str = "none",
     model_parallel: str | ModelParallel | None = None,
+    memory_per_worker: str | None = None,
     max_seconds: float | None = None,
     timeout_s: float = 300.0,
     survive: str | Survive | None = None,
@@ -94,8 +96,9 @@ def train(
     nonfinite: "raise", or "skip" steps whose gradient is not finite (their rows count as unused).
     partition: "none": each global batch is dealt anew to all workers. "fixed": each worker keeps its part of the rows,
         a block of neighbours, and draws its order there; at their own pace too, where nobody then takes another's rows.
-    model_parallel: how one replica spans several workers: "stages=2", or a ModelParallel. Without it each worker holds
-        the whole model.
+    model_parallel: how one replica spans several workers: "stages=2", a ModelParallel, "auto" (the fastest plan that
+        fits, see `plan`), or the file of a plan. Without it each worker holds the whole model.
+    memory_per_worker: "2GB": what a plan that auto makes may take.
     max_seconds: stop all workers at the same step after so long.
     timeout_s: a worker without any progress for so long ends the run, or counts as lost where it survives that.
     survive: which losses of workers the run survives: "max_losses=3", or a Survive. Without it a lost worker ends it.
@@ -115,12 +118,13 @@ def train(
         directory=None if run_dir is None else path_of(run_dir),
         survive=Survive.of(survive),
         partition=partition,
-        model_parallel=ModelParallel.of(model_parallel),
+        model_parallel=None if is_planned(model_parallel) else ModelParallel.of(model_parallel),
     )
     if config.strategy.server() is None and servers != 1:
         LOG.warning("servers=%s has no effect: strategy %s has no parameter server", servers, config.strategy.name)
     config.check(servers=servers, nonfinite=nonfinite, max_seconds=max_seconds, timeout_s=timeout_s, resume=resume)
     check_resources(device, threads_per_worker, config.engine)
+    config, predicted = with_plan(config, model_parallel, memory_per_worker, threads_per_worker)
     for callback in chosen:
         callback.check(config.task)
     plan = WorkerPlan(
@@ -133,6 +137,7 @@ def train(
         nonfinite=nonfinite,
         partition=partition,
         model_parallel=config.model_parallel,
+        predicted=predicted,
         max_seconds=max_seconds,
         checkpoints=config.directory / CHECKPOINTS if config.directory else None,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import torch
 
 from manyhands.errors import PeerLost, Unsupported
 from manyhands.parallel.mesh import mesh_of
@@ -12,6 +16,8 @@ from manyhands.training.joining import join
 from manyhands.training.loop import Loop, Regroup
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.worker import Worker
+
+_NO_MEMORY = "can't allocate memory"  # what torch's allocator says, in a RuntimeError
 
 
 def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
@@ -32,15 +38,30 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
         return None
     if plan.model_parallel is not None:
         worker.mesh = mesh_of(worker, plan.model_parallel.workers)
-    loop = make_loop(plan, worker)
+    with _memory_named():
+        loop = make_loop(plan, worker)
+        try:
+            if worker.elastic:
+                return _survive(loop)
+            outcome = _train(loop)
+            return outcome if worker.rank == 0 or plan.every_rank_returns else None
+        finally:
+            loop.train_feed.close()
+            loop.replica.detach()
+
+
+@contextmanager
+def _memory_named() -> Iterator[None]:
+    """An error for lack of memory says what helps."""
     try:
-        if worker.elastic:
-            return _survive(loop)
-        outcome = _train(loop)
-        return outcome if worker.rank == 0 or plan.every_rank_returns else None
-    finally:
-        loop.train_feed.close()
-        loop.replica.detach()
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
+            error.add_note(
+                "manyhands: this worker has too little memory for what it holds of the model and its training. `manyhands plan TASK -n WORKERS "
+                "--memory-per-worker SIZE` says which plan fits, such as --model-parallel stages=2; a smaller micro_batch_size helps, too"
+            )
+        raise
 
 
 def _train(loop: Loop) -> Outcome:

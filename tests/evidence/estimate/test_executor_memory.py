@@ -23,12 +23,10 @@ from manyhands.evidence.estimate.executor_memory import (
     ExecutorMemory,
     MeasuredWorker,
     executor_memory,
-    nbytes,
     parts_of,
-    tensors_in,
 )
 from manyhands.evidence.estimate.table import memory_text
-from manyhands.replica.flat_vector import FlatVector
+from manyhands.replica.flat_vector import FlatVector, nbytes, tensors_in
 from manyhands.strategies.base import State
 
 MB = 1 << 20

@@ -34,7 +34,7 @@ from manyhands.engines.own_rules import from_fields
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
 from manyhands.events import Event
-from manyhands.malloc import keep_freed_memory
+from manyhands.process_memory import keep_freed_memory
 from manyhands.server.base import Server
 from manyhands.server.client import ServedServer
 from manyhands.server.replication.copy_host import Orders, serve_copy

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +36,8 @@ from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.estimate.message_lengths import codec_named, payload_bytes
 from manyhands.evidence.estimate.model_sizes import reading_plan, shape_of
-from manyhands.replica.flat_vector import FlatVector
+from manyhands.process_memory import resident
+from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.quorum import Quorum
@@ -371,43 +371,6 @@ def _probe(plan: WorkerPlan, worker: Worker) -> dict[str, int]:
     worker.group.barrier()  # nobody ends before all have looked
     replica.detach()
     return found
-
-
-def tensors_in(thing: Any) -> Iterator[Tensor]:
-    """All tensors that an optimizer's or a strategy's state holds."""
-    match thing:
-        case Tensor():
-            yield thing
-        case FlatVector():
-            yield from thing.parts
-        case Mapping():
-            for value in thing.values():
-                yield from tensors_in(value)
-        case list() | tuple():
-            for value in thing:
-                yield from tensors_in(value)
-        case _ if is_dataclass(thing):
-            for field in fields(thing):
-                yield from tensors_in(getattr(thing, field.name))
-
-
-def nbytes(tensors: Any, without: Any = ()) -> int:
-    """Of the memory behind tensors, each once; without what lies behind others."""
-    left_out = {one.untyped_storage().data_ptr() for one in without}
-    spans = {
-        (one.data_ptr(), one.nbytes): one.nbytes for one in tensors if one.untyped_storage().data_ptr() not in left_out
-    }
-    return sum(spans.values())
-
-
-def resident(pid: int, name: str = "VmRSS") -> int:
-    """A line of /proc/PID/status, in bytes; 0 of a process that is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-    return 1024 * int(found[1]) if found else 0
 
 
 def _spark_task() -> int:

@@ -1,11 +1,13 @@
-"""What glibc's malloc does with memory that a program frees."""
+"""How much memory a process has, and what glibc's malloc does with what it frees."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
@@ -32,6 +34,28 @@ def giving_back() -> Iterator[None]:
         yield
     finally:
         keep_freed_memory()
+
+
+def give_back() -> None:
+    """What is free now goes back to the system."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def resident(pid: int | str = "self", name: str = "VmRSS") -> int:
+    """A line of /proc/PID/status, in bytes: VmRSS, or VmHWM, the most so far. 0 of a process that is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def forget_peak() -> None:
+    """From now on `resident(name="VmHWM")` is of what follows, where the kernel lets a process say so."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _mallopt() -> Callable[[int, int], Any] | None:

@@ -1,0 +1,32 @@
+"""What grows with the rows of a micro-batch: a fixed part, and so much a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """fixed + slope · x; nothing of it is negative."""
+
+    fixed: float = 0.0
+    slope: float = 0.0
+
+    def at(self, x: float) -> float:
+        return self.fixed + self.slope * x
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.slope + other.slope)
+
+    @staticmethod
+    def through(xs: Sequence[float], ys: Sequence[float]) -> Line:
+        """Through one or two points, x rising. What falls is taken as flat, and what rises faster than x as without a fixed
+        part; both then go through the last point."""
+        if len(xs) == 1:
+            return Line(0.0, ys[0] / xs[0])
+        slope = (ys[1] - ys[0]) / (xs[1] - xs[0])
+        fixed = ys[1] - slope * xs[1]
+        if slope < 0:
+            return Line(ys[1], 0.0)
+        return Line(fixed, slope) if fixed >= 0 else Line(0.0, ys[1] / xs[1])

@@ -1,0 +1,180 @@
+"""What plans are predicted to take, from costs that are given: closed forms, and what fits."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from manyhands.comm.shared_memory.mailbox import ring_bytes
+from manyhands.parallel.mesh import piece_bytes
+from manyhands.parallel.planner.lines import Line
+from manyhands.parallel.planner.profile import ModelProfile, UnitCost
+from manyhands.parallel.planner.search import Machine, plan_of, plans_of
+from manyhands.parallel.planner.timing import Cores, step_seconds
+from manyhands.parallel.schedules import Schedule, actions, bubble
+
+MB = 1e6
+RINGS = 2 * ring_bytes(piece_bytes(0))  # of a channel to one neighbour
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (4, 4), (4, 8), (4, 32), (8, 32)])
+def test_equal_stages_wait_as_long_as_the_closed_form_says(schedule: Schedule, stages: int, micro_batches: int) -> None:
+    seconds = step_seconds(schedule, [1.0] * stages, [2.0] * stages, micro_batches)
+    assert 1 - 3 * micro_batches / seconds == pytest.approx(bubble(stages, micro_batches), abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_is_the_longest_path_through_its_passes(schedule: Schedule, seed: int) -> None:
+    draws = random.Random(seed)
+    stages, micro_batches = draws.randint(1, 5), draws.randint(1, 9)
+    forward, backward = ([draws.randint(1, 9) for _ in range(stages)] for _ in range(2))
+    orders = [actions(schedule, stages, micro_batches, stage) for stage in range(stages)]
+
+    @cache
+    def ends(stage: int, number: int) -> float:
+        """The stage's n-th pass, once the one before it and what it needs are over."""
+        action = orders[stage][number]
+        source = action.source(stage, stages)
+        before = [] if number == 0 else [ends(stage, number - 1)]
+        if source is not None:
+            before.append(ends(source, orders[source].index(action)))
+        return max(before, default=0.0) + (forward if action.forward else backward)[stage]
+
+    longest = max(ends(stage, 2 * micro_batches - 1) for stage in range(stages))
+    assert step_seconds(schedule, forward, backward, micro_batches) == pytest.approx(longest)
+
+
+def test_stages_share_the_cores() -> None:
+    assert step_seconds("1f1b", [1.0] * 4, [2.0] * 4, 32, cores=Cores(count=1)) == pytest.approx(4 * 32 * 3)
+    alone = step_seconds("1f1b", [1.0] * 2, [2.0] * 2, 8)
+    assert step_seconds("1f1b", [1.0] * 2, [2.0] * 2, 8, cores=Cores(count=2)) == pytest.approx(alone)
+    both = step_seconds("1f1b", [1.0] * 2, [2.0] * 2, 8, cores=Cores(count=2), replicas=2)
+    assert both == pytest.approx(2 * 2 * 8 * 3 / 2)  # no core ever waits
+
+
+def test_one_who_computes_alone_is_as_fast_as_it_was_measured() -> None:
+    cores = Cores(count=2, together=2, alone=0.5)
+    assert cores.rate(2) == 1.0
+    assert cores.rate(1) == 2.0
+    assert step_seconds("1f1b", [1.0, 1.0], [2.0, 2.0], 1, cores=cores) == pytest.approx(3.0)  # never together
+
+
+def test_a_value_takes_its_time_from_stage_to_stage() -> None:
+    assert step_seconds("1f1b", [1.0, 1.0], [2.0, 2.0], 1, crossing=[0.25]) == pytest.approx(6.5)
+
+
+def unit(begins: str, seconds: float = 1.0, **costs: float | Line) -> UnitCost:
+    own = {
+        "state": 0,
+        "crossing": Line(),
+        "skip": Line(),
+        "forward": Line(0.0, seconds),
+        "backward": Line(0.0, 2 * seconds),
+        "update": 0.0,
+        "held": Line(),
+        "transient": Line(),
+    }
+    return UnitCost(begins=begins, **(own | costs))
+
+
+def model(units: list[UnitCost], nbytes: float = 10 * MB, names: list[tuple[str, ...]] | None = None) -> ModelProfile:
+    held = names or [(f"p{i}",) for i in range(len(units))]
+    sizes = {name: (int(nbytes), int(nbytes)) for one in held for name in one}
+    return ModelProfile(units=tuple(units), names=tuple(held), sizes=sizes, rows=(1,), distinct=len(units))
+
+
+MACHINE = Machine(workers=4, rows=32, cores=Cores(), base=int(100 * MB), message=Line(), exchange=Line())
+CHAIN = [5, 3, 2, 4, 6, 2, 3, 5]
+
+
+@pytest.mark.parametrize(("stages", "slowest"), [(2, 16), (4, 8)])
+def test_cuts_are_those_of_the_partition(stages: int, slowest: float) -> None:
+    profile = model([unit(str(i), seconds) for i, seconds in enumerate(CHAIN)])
+    found = plan_of(profile, replace(MACHINE, workers=stages), stages, 4, "none")
+    assert max(one.forward for one in found.stages) == slowest * 32 / 4
+    assert len(found.stages) == stages
+
+
+def test_memory_of_a_stage() -> None:
+    """Parameters, gradients twice, the optimizer's state, what the strategy keeps, and what micro-batches in flight hold."""
+    units = [unit(str(i), state=int(20 * MB), held=Line(0.0, MB), transient=Line(3 * MB)) for i in range(4)]
+    machine = replace(MACHINE, workers=2, vectors=2.0)
+    first, last = plan_of(model(units), machine, 2, 8, "none").stages
+    own = 2 * (1 + 2 + 2 + 2) * 10  # of two units: with 20 MB of state each
+    in_flight = 2  # of the first stage; 1 of the last
+    assert first.memory == pytest.approx(100 * MB + own * MB + in_flight * 2 * 4 * MB + 3 * MB + RINGS)
+    assert last.memory == pytest.approx(100 * MB + own * MB + 1 * 2 * 4 * MB + 3 * MB + RINGS)
+
+
+def test_a_tied_parameter_counts_once_where_one_stage_uses_it_twice() -> None:
+    units = [unit(str(i), state=int(20 * MB)) for i in range(2)]
+    tied = model(units, names=[("a",), ("a",)])
+    (alone,) = plan_of(tied, replace(MACHINE, workers=1), 1, 1, "none").stages
+    assert alone.memory == pytest.approx(100 * MB + (1 + 2 + 2) * 10 * MB)
+    both = plan_of(tied, replace(MACHINE, workers=2), 2, 1, "none").stages
+    assert [one.memory for one in both] == pytest.approx([100 * MB + 50 * MB + RINGS] * 2)
+
+
+def test_recomputation_holds_what_crosses_and_computes_twice() -> None:
+    units = [unit(str(i) if i else "", crossing=Line(0.0, MB), held=Line(0.0, 50 * MB)) for i in range(4)]
+    machine = replace(MACHINE, workers=2)
+    plain, again = (plan_of(model(units), machine, 2, 8, how) for how in ("none", "units"))
+    assert plain.stages[1].memory - again.stages[1].memory == pytest.approx(2 * 4 * 49 * MB - 4 * 50 * MB)
+    assert again.stages[1].backward == pytest.approx(plain.stages[1].backward + plain.stages[1].forward)
+    assert again.step_s > plain.step_s
+
+
+def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
+    units = [unit(str(i), held=Line(0.0, 4 * MB)) for i in range(8)]
+    machine = replace(MACHINE, caps=(260 * MB,) * 4)
+    found = plans_of(model(units), machine)
+    assert found[0].fits
+    assert found[0].spec is not None
+    assert found[0].spec.stages == 4
+    assert all(one.memory <= 260 * MB for one in found if one.fits)
+    over = next(one for one in found if one.spec is None)
+    assert over.over == pytest.approx(over.memory - 260 * MB)
+    assert not over.fits
+
+
+def test_cuts_respect_the_cap_of_each_worker() -> None:
+    """The second worker has room for one unit alone."""
+    profile = model([unit(str(i)) for i in range(4)])
+    machine = replace(MACHINE, workers=2, caps=(400 * MB, 150 * MB))
+    found = plan_of(profile, machine, 2, 4, "none")
+    assert found.fits
+    assert found.stages[1].begins == "3"
+
+
+def test_of_plans_that_are_as_fast_the_one_with_fewer_stages() -> None:
+    profile = model([unit(str(i)) for i in range(4)])
+    found = plans_of(profile, replace(MACHINE, cores=Cores(count=1)))  # stages win nothing on one core
+    assert found[0].spec is None
+
+
+def test_more_stages_than_places_to_cut() -> None:
+    found = plans_of(model([unit(str(i)) for i in range(2)]), MACHINE)
+    assert [one.refused != "" for one in found if one.spec is not None and one.spec.stages == 4] == [True]
+
+
+def test_exchanges_are_as_rare_as_the_strategy_makes_them() -> None:
+    profile = model([unit(str(i)) for i in range(2)])
+    machine = replace(MACHINE, workers=2, exchange=Line(0.0, 1e-6))
+    each = plan_of(profile, machine, 1, 1, "none")
+    rarely = plan_of(profile, replace(machine, period=10), 1, 1, "none")
+    assert each.terms["exchange"] == pytest.approx(20.0)
+    assert each.step_s - rarely.step_s == pytest.approx(18.0)
+
+
+def test_lines() -> None:
+    assert Line.through((2, 4), (3.0, 5.0)) == Line(1.0, 1.0)
+    assert Line.through((4,), (2.0,)).at(8) == 4.0
+    assert Line.through((2, 4), (5.0, 4.0)).at(100) == 4.0  # noise: nothing falls
+    assert Line.through((2, 4), (1.0, 4.0)) == Line(0.0, 1.0)
+    assert math.isclose((Line(1, 2) + Line(3, 4)).at(2), 16)
