@@ -111,7 +111,7 @@ def test_a_run_directory_may_be_a_url(asked: dict[str, Any]) -> None:
 def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
     options = """-n 2 -s local-sgd:period=8 --engine local --servers 3 --device cpu --threads-per-worker 1 --timeout 9 --max-seconds 60 --epochs 3
         --max-steps 99 --batch-size-per-worker 16 --micro-batch-size 8 --seed 7 --precision bf16-mixed --clip-norm 1.5 --no-shuffle
-        --loader-processes 2 --resume --validate-every 50 --checkpoint-every 25 --check-replicas-every 5 --keep best:validation_loss --nonfinite skip --partition fixed --model-parallel stages=2
+        --loader-processes 2 --resume --validate-every 50 --checkpoint-every 25 --check-replicas-every 5 --keep best:validation_loss --nonfinite skip --partition fixed --model-parallel auto --memory-per-worker 2GB
         --early-stopping validation_accuracy:5 --log quiet"""
     done = invoke(
         "train", "my.py:task", *options.split(), "--run-dir", str(tmp_path), "--tensorboard", str(tmp_path / "tb")
@@ -146,7 +146,8 @@ def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
         "keep": "best:validation_loss",
         "nonfinite": "skip",
         "partition": "fixed",
-        "model_parallel": "stages=2",
+        "model_parallel": "auto",
+        "memory_per_worker": "2GB",
     }
     assert [type(callback).__name__ for callback in callbacks] == ["Progress", "EarlyStopping", "TensorBoard"]
     assert (callbacks[1].metric, callbacks[1].patience) == ("validation_accuracy", 5)
