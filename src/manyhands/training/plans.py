@@ -103,9 +103,9 @@ class Plans:
             return f"{units.size(plan.over)} over the limit"
         return "<- fastest that fits" if plan is self.best else ""
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan to take, for `model_parallel="plan.json"`. BadInput where none fits."""
-        chosen = self.chosen
+    def save(self, path: str | Path, plan: Plan | None = None) -> None:
+        """Write a plan, for `model_parallel="plan.json"`: the one to take, or another of these. BadInput where none fits."""
+        chosen = self.chosen if plan is None else plan
         content = {
             "kind": KIND,
             "schema": SCHEMA,

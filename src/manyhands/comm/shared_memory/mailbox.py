@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.comm.checks import tensor_of
 from manyhands.comm.mailbox import Mailbox, MailboxOwner
 from manyhands.comm.shared_memory.synchronisation import Waiting, fence
 from manyhands.comm.shared_memory.table import LINE
@@ -55,8 +55,10 @@ class SharedMailbox(Mailbox):
     def _send(self, payload: Tensor) -> None:
         if payload.nbytes > self._longest:
             raise BadInput(f"a message of {payload.nbytes} bytes, where at most {self._longest} were announced")
-        self._outbox.append(payload.clone())
+        self._outbox.append(payload)
         self._write()
+        if self._outbox and self._outbox[-1] is payload:
+            self._outbox[-1] = payload.clone()  # there is no room yet, and the caller may change it
 
     def _write(self) -> None:
         """As much of the outbox into the ring as there is room for."""
@@ -106,17 +108,21 @@ class SharedMailbox(Mailbox):
         if position < posted:
             fence()
             while position < posted:
-                size = int.from_bytes(self._get(self._rings[peer], position, WORD), "little")
-                data = self._get(self._rings[peer], position + WORD, size)
-                self._inbox[peer].append(tensor_of(data))
+                ring, at = self._rings[peer], position % self._length
+                size = int.from_bytes(ring[at : at + WORD], "little")  # in one piece: all lengths are whole words
+                self._inbox[peer].append(self._get(ring, position + WORD, size))
                 position += _padded(size)
             fence()
             self._words[self.rank][LINE * (1 + peer)] = self._read[peer] = position
 
-    def _get(self, ring: memoryview, position: int, size: int) -> bytearray:
+    def _get(self, ring: memoryview, position: int, size: int) -> Tensor:
         at = position % self._length
-        data = bytearray(ring[at : min(at + size, self._length)])
-        return data + ring[: size - len(data)]
+        first = min(size, self._length - at)
+        found = torch.empty(size, dtype=torch.uint8)
+        data = bytes_of(found)
+        data[:first] = ring[at : at + first]
+        data[first:] = ring[: size - first]
+        return found
 
     @override
     def _wait_for(self, peer: int, count: int) -> float:
