@@ -146,7 +146,7 @@ def grown(worker: Worker) -> list[float]:
     grew = resident(name="VmHWM") - before
     rows = found.rows[-1]
     unit = [
-        sum(3 * found.sizes[name][1] for name in names) + one.state + one.held.at(rows) + one.transient.at(rows)
+        sum(2 * found.sizes[name][1] for name in names) + one.state + one.held.at(rows) + one.transient.at(rows)
         for one, names in zip(found.units, found.names, strict=True)
     ]
     return [float(grew), max(unit)]
@@ -251,7 +251,7 @@ def data_bytes(worker: Worker) -> int:
 
 
 def limit(repeats: int) -> dict[str, Any]:
-    own = 13 * 2048 * 2048 * 4 * 5  # parameters, gradients twice, and AdamW's two vectors
+    own = 12 * 2048 * 2048 * 4 * 4  # parameters, gradients, and AdamW's two vectors
     with Local() as engine:
         base = max(engine.launch(data_bytes, LaunchSpec(workers=2, threads_per_worker=1)))
     most = base + int(own / 2.2)
@@ -262,8 +262,8 @@ def limit(repeats: int) -> dict[str, Any]:
     found = {}
     for stages in (1, 3, 4):
         try:
-            given = {} if stages == 1 else {"model_parallel": f"stages={stages}"}
-            run = mh.train(task, workers=max(2, stages), engine="local", threads_per_worker=1, **given)
+            spec = None if stages == 1 else f"stages={stages}"
+            run = mh.train(task, workers=max(2, stages), engine="local", threads_per_worker=1, model_parallel=spec)
             found[stages] = f"trains, {run.steps} steps"
         except WorkerFailed as error:
             named = "names manyhands plan" if "manyhands plan" in str(error) else "does not name manyhands plan"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands.comm.group import Group, Ledger
@@ -116,6 +117,9 @@ class StageExecutor(AutogradExecutor):
             for name, part in shard.slices.items():
                 if self.stages_of[name][0] != self.place.stage:  # a tied one counts at the first stage that holds it
                     shard.slices[name] = replace(part, counted=False)
+        self._got = 0  # bits: the parameters that got a gradient in this tick
+        for number, p in enumerate(self._parameters):
+            p.register_post_accumulate_grad_hook(partial(self._note_gradient, 1 << number))
         self.program = StageProgram(self.model, self._cuts, self.place.stage, self._recomputed)
 
     @override
@@ -147,6 +151,25 @@ class StageExecutor(AutogradExecutor):
         return self.stages_of[self._trace.names.get(name, name)][0] == self.place.stage
 
     # -- a step --------------------------------------------------------------------------------------------------------
+
+    @override
+    def begin_tick(self) -> None:
+        """Autograd adds what comes to the shards' gradients: they have no second memory while micro-batches are under way."""
+        self._got = 0
+        for shard in self.shards:
+            shard.gradients.zero_()
+        for p, view in zip(self._parameters, self._grads, strict=True):
+            p.grad = view
+
+    def _note_gradient(self, bit: int, p: Tensor) -> None:
+        self._got |= bit
+
+    @override
+    def collect(self, scale: float | None = None) -> int:
+        if scale is not None:
+            for shard in self.shards:
+                shard.gradients.mul_(scale)
+        return self._got
 
     @override
     def backward(self, batch: Any | None) -> StepLoss:

@@ -249,7 +249,7 @@ def _measure(task: Task, found: ModelTrace, unit: int, model: nn.Module, batch: 
         took.append(executor.tick(one, 1))
     peak = resident(name="VmHWM") - before
     own = nbytes(p for p in executor.model.parameters() if not is_absent(p))
-    own += 2 * sum(shard.parameters.nbytes for shard in executor.shards)  # gradients, as autograd and shards have them
+    own += sum(shard.gradients.nbytes for shard in executor.shards)
     state = nbytes(tensors_in(list(executor.optimizer.state.values())))
     free = max(0, peak - own - state)
     executor.tick(map_columns(batch, lambda column: column[again]), _HELD)

@@ -232,7 +232,7 @@ class _Stages:
             one.transient.at(rows) + (one.held.at(rows) if self._is_recomputed(one) else 0.0) for one in units
         )
         rings = sum(2 * ring_bytes(piece_bytes(int(cut))) for cut in self._crossing(start, stop, stage))
-        vectors = gradients * (2 + machine.vectors) + state + others  # gradients of autograd and of the shards
+        vectors = gradients * (1 + machine.vectors) + state + others
         return machine.base + own + vectors + self._in_flight[stage] * held + transient + rings
 
     def _names(self, start: int, stop: int) -> set[str]:
