@@ -13,7 +13,7 @@ from manyhands.comm.shared_memory.mailbox import ring_bytes
 from manyhands.parallel.mesh import piece_bytes
 from manyhands.parallel.planner.lines import Line
 from manyhands.parallel.planner.profile import ModelProfile, UnitCost
-from manyhands.parallel.planner.search import Machine, plan_of, plans_of
+from manyhands.parallel.planner.search import PLAIN, Machine, Options, plan_of, plans_of
 from manyhands.parallel.planner.timing import Cores, step_seconds
 from manyhands.parallel.schedules import Schedule, actions, bubble
 
@@ -96,7 +96,7 @@ CHAIN = [5, 3, 2, 4, 6, 2, 3, 5]
 @pytest.mark.parametrize(("stages", "slowest"), [(2, 16), (4, 8)])
 def test_cuts_are_those_of_the_partition(stages: int, slowest: float) -> None:
     profile = model([unit(str(i), seconds) for i, seconds in enumerate(CHAIN)])
-    found = plan_of(profile, replace(MACHINE, workers=stages), stages, 4, "none")
+    found = plan_of(profile, replace(MACHINE, workers=stages), stages, 4, PLAIN)
     assert max(one.forward for one in found.stages) == slowest * 32 / 4
     assert len(found.stages) == stages
 
@@ -105,7 +105,7 @@ def test_memory_of_a_stage() -> None:
     """Parameters, gradients, the optimizer's state, what the strategy keeps, and what micro-batches in flight hold."""
     units = [unit(str(i), state=int(20 * MB), held=Line(0.0, MB), transient=Line(3 * MB)) for i in range(4)]
     machine = replace(MACHINE, workers=2, vectors=2.0)
-    first, last = plan_of(model(units), machine, 2, 8, "none").stages
+    first, last = plan_of(model(units), machine, 2, 8, PLAIN).stages
     own = 2 * (1 + 1 + 2 + 2) * 10  # of two units: with 20 MB of state each
     in_flight = 2  # of the first stage; 1 of the last
     assert first.memory == pytest.approx(100 * MB + own * MB + in_flight * 2 * 4 * MB + 3 * MB + RINGS)
@@ -115,19 +115,27 @@ def test_memory_of_a_stage() -> None:
 def test_a_tied_parameter_counts_once_where_one_stage_uses_it_twice() -> None:
     units = [unit(str(i), state=int(20 * MB)) for i in range(2)]
     tied = model(units, names=[("a",), ("a",)])
-    (alone,) = plan_of(tied, replace(MACHINE, workers=1), 1, 1, "none").stages
+    (alone,) = plan_of(tied, replace(MACHINE, workers=1), 1, 1, PLAIN).stages
     assert alone.memory == pytest.approx(100 * MB + (1 + 1 + 2) * 10 * MB)
-    both = plan_of(tied, replace(MACHINE, workers=2), 2, 1, "none").stages
+    both = plan_of(tied, replace(MACHINE, workers=2), 2, 1, PLAIN).stages
     assert [one.memory for one in both] == pytest.approx([100 * MB + 40 * MB + RINGS] * 2)
 
 
 def test_recomputation_holds_what_crosses_and_computes_twice() -> None:
     units = [unit(str(i) if i else "", crossing=Line(0.0, MB), held=Line(0.0, 50 * MB)) for i in range(4)]
     machine = replace(MACHINE, workers=2)
-    plain, again = (plan_of(model(units), machine, 2, 8, how) for how in ("none", "units"))
+    plain, again = (plan_of(model(units), machine, 2, 8, how) for how in (PLAIN, Options("units")))
     assert plain.stages[1].memory - again.stages[1].memory == pytest.approx(2 * 4 * 49 * MB - 4 * 50 * MB)
     assert again.stages[1].backward == pytest.approx(plain.stages[1].backward + plain.stages[1].forward)
     assert again.step_s > plain.step_s
+
+
+def test_state_on_the_disk_is_there_for_one_parameter() -> None:
+    profile = model([unit(str(i), state=int(20 * MB)) for i in range(4)])
+    machine = replace(MACHINE, workers=2)
+    plain, away = (plan_of(profile, machine, 2, 8, how) for how in (PLAIN, Options(offload="disk")))
+    assert plain.memory - away.memory == pytest.approx(2 * 20 * MB - 20 * MB)
+    assert away.step_s > plain.step_s
 
 
 def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
@@ -147,7 +155,7 @@ def test_cuts_respect_the_cap_of_each_worker() -> None:
     """The second worker has room for one unit alone."""
     profile = model([unit(str(i)) for i in range(4)])
     machine = replace(MACHINE, workers=2, caps=(400 * MB, 150 * MB))
-    found = plan_of(profile, machine, 2, 4, "none")
+    found = plan_of(profile, machine, 2, 4, PLAIN)
     assert found.fits
     assert found.stages[1].begins == "3"
 
@@ -166,8 +174,8 @@ def test_more_stages_than_places_to_cut() -> None:
 def test_exchanges_are_as_rare_as_the_strategy_makes_them() -> None:
     profile = model([unit(str(i)) for i in range(2)])
     machine = replace(MACHINE, workers=2, exchange=Line(0.0, 1e-6))
-    each = plan_of(profile, machine, 1, 1, "none")
-    rarely = plan_of(profile, replace(machine, period=10), 1, 1, "none")
+    each = plan_of(profile, machine, 1, 1, PLAIN)
+    rarely = plan_of(profile, replace(machine, period=10), 1, 1, PLAIN)
     assert each.terms["exchange"] == pytest.approx(20.0)
     assert each.step_s - rarely.step_s == pytest.approx(18.0)
 

@@ -42,6 +42,10 @@ class ModelParallel:
     """units: a stage holds what crosses its possible cuts alone, and computes the rest again in backward: less memory for
     each micro-batch, and about a third more to compute."""
 
+    offload: Literal["none", "host", "disk"] = "none"
+    """disk: the optimizer's state lies in a file, of which one parameter's part is in memory at a time; steps take longer.
+    host: for the memory of GPUs, not built yet."""
+
     def __post_init__(self) -> None:
         for name in ("stages", "fsdp", "tensor"):
             if not is_whole(getattr(self, name)):
@@ -61,6 +65,12 @@ class ModelParallel:
             raise BadInput(f"model_parallel: schedule must be {' or '.join(SCHEDULES)}; got {self.schedule!r}")
         if self.recompute not in ("none", "units"):
             raise BadInput(f"model_parallel: recompute must be none or units; got {self.recompute!r}")
+        if self.offload not in ("none", "host", "disk"):
+            raise BadInput(f"model_parallel: offload must be none or disk; got {self.offload!r}")
+        if self.offload == "host":
+            raise Unsupported(
+                "model_parallel: offload=host is for the memory of GPUs and is not built yet: use offload=disk, or leave it out"
+            )
         if self.cuts is not None and len(self.cuts) != self.stages - 1:
             raise BadInput(
                 f"model_parallel: stages={self.stages} begin at {self.stages - 1} cuts, and cut names {len(self.cuts)}: name one for each stage but the first, "

@@ -18,6 +18,7 @@ from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
 from manyhands.parallel.absent import Absent
 from manyhands.parallel.build import build, is_absent, take_away
+from manyhands.parallel.offload import StateOnDisk
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import StagePass, StageProgram
 from manyhands.parallel.trace import Cut, ModelTrace
@@ -64,9 +65,10 @@ class StageExecutor(AutogradExecutor):
         schedule: Schedule = "1f1b",
         micro_batches: int | None = None,
         recomputes: bool = False,
+        offloads: bool = False,
     ) -> None:
         """micro_batches: so many of a replica's rows, at most one a row; None: of the task's micro_batch_size. recomputes:
-        units are computed again in backward."""
+        units are computed again in backward. offloads: the optimizer's state lies in a file."""
         super().__init__(
             self._make,
             self._optimizer_of_stage,
@@ -76,7 +78,7 @@ class StageExecutor(AutogradExecutor):
             members=place.members,
         )
         self._task, self._trace, self._cuts, self.place = task, trace, cuts, place
-        self._schedule, self._micro_batches = schedule, micro_batches
+        self._schedule, self._micro_batches, self._offloads = schedule, micro_batches, offloads
         self._recomputed = {cut.name for cut in trace.outermost} if recomputes else set[str]()
         self.stages_of = trace.stages_of(cuts)
         """{parameter: the stages that hold it}"""
@@ -117,6 +119,7 @@ class StageExecutor(AutogradExecutor):
             for name, part in shard.slices.items():
                 if self.stages_of[name][0] != self.place.stage:  # a tied one counts at the first stage that holds it
                     shard.slices[name] = replace(part, counted=False)
+        self._offloaded = StateOnDisk(self.optimizer) if self._offloads else None
         self._got = 0  # bits: the parameters that got a gradient in this tick
         for number, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(partial(self._note_gradient, 1 << number))
@@ -163,6 +166,13 @@ class StageExecutor(AutogradExecutor):
 
     def _note_gradient(self, bit: int, p: Tensor) -> None:
         self._got |= bit
+
+    @override
+    def apply(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.step()
+        else:
+            super().apply()
 
     @override
     def collect(self, scale: float | None = None) -> int:

@@ -31,5 +31,12 @@ def staged(task: Task, worker: Worker, spec: ModelParallel, first_rows: Callable
     place = place_of(worker, found, cuts)
     recomputes = spec.recompute == "units"
     return StageExecutor(
-        task, found, cuts, place, schedule=spec.schedule, micro_batches=micro_batches, recomputes=recomputes
+        task,
+        found,
+        cuts,
+        place,
+        schedule=spec.schedule,
+        micro_batches=micro_batches,
+        recomputes=recomputes,
+        offloads=spec.offload == "disk",
     )

@@ -72,7 +72,7 @@ class Plans:
         )
 
     def text(self, width: int = 100) -> str:
-        """A table of the best plan for each number of stages, with and without recomputation."""
+        """A table of the best plan for each number of stages, and of what trades time for memory."""
         shown = [*_best_of_each(self.plans), self.alone]
         columns = {
             "plan": [str(plan) for plan in shown],
@@ -285,13 +285,14 @@ def _processor() -> str:
 
 
 def _best_of_each(plans: Sequence[Plan]) -> list[Plan]:
-    """Of each number of stages, with and without recomputation, the first; what does not fit, least memory first."""
-    found: dict[tuple[int, str], Plan] = {}
+    """Of each number of stages, and of what trades time for memory, the first. What lies on the disk is shown where nothing
+    fits without."""
+    in_memory = any(plan.fits and (plan.spec is None or plan.spec.offload == "none") for plan in plans)
+    found: dict[tuple[int, str, str], Plan] = {}
     for plan in plans:
-        spec = plan.spec
-        key = (1, "none") if spec is None else (spec.stages, spec.recompute)
-        if key not in found:
-            found[key] = plan
+        spec = plan.spec or ModelParallel()
+        if spec.offload == "none" or not in_memory:
+            found.setdefault((spec.stages, spec.recompute, spec.offload), plan)
     return list(found.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from manyhands.comm.shared_memory.mailbox import ring_bytes
 from manyhands.parallel.mesh import piece_bytes
@@ -18,7 +18,17 @@ from manyhands.parallel.spec import ModelParallel
 _NEARLY = 1.03  # a plan that takes so much longer than the fastest is as good, where it has fewer stages
 _MOST_MICRO_BATCHES = 64
 
-Recompute = Literal["none", "units"]
+_DISK_S = 2e-9  # seconds a byte of state that comes from the page cache and goes back there
+
+
+class Options(NamedTuple):
+    """What trades time for memory."""
+
+    recompute: Literal["none", "units"] = "none"
+    offload: Literal["none", "disk"] = "none"
+
+
+PLAIN = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +90,8 @@ class Plan:
         if self.spec is None:
             return "one worker a replica"
         parts = [f"stages={self.spec.stages}", f"micro_batches={self.spec.micro_batches}"]
-        return ",".join([*parts, "recompute=units"] if self.spec.recompute == "units" else parts)
+        parts += [f"{name}={value}" for name in Options._fields if (value := getattr(self.spec, name)) != "none"]
+        return ",".join(parts)
 
 
 def plans_of(profile: ModelProfile, machine: Machine, alone: tuple[ModelProfile, Cores] | None = None) -> list[Plan]:
@@ -98,12 +109,9 @@ def plans_of(profile: ModelProfile, machine: Machine, alone: tuple[ModelProfile,
             why = f"the model has {len(profile.units) - 1} places to cut it"
             found.append(Plan(spec=spec, workers=machine.workers, rows=machine.rows, refused=why))
             continue
-        options = [
-            plan_of(profile, machine, stages, micro_batches, recompute)
-            for micro_batches in _micro_batches(machine, stages)
-            for recompute in (("none", "units") if stages > 1 else ("none",))
-        ]
-        found += options
+        ways = [PLAIN] if stages == 1 else [PLAIN, Options("units"), Options("none", "disk"), Options("units", "disk")]
+        for micro_batches in _micro_batches(machine, stages):
+            found += [plan_of(profile, machine, stages, micro_batches, options) for options in ways]
     ordered = sorted(
         found, key=lambda plan: (bool(plan.refused), plan.over > 0, plan.step_s if plan.fits else plan.over)
     )
@@ -118,7 +126,7 @@ def plans_of(profile: ModelProfile, machine: Machine, alone: tuple[ModelProfile,
     if alone is not None and machine.workers > 1:
         units, cores = alone
         ordered.append(
-            replace(plan_of(units, replace(machine, workers=1, cores=cores, vectors=0.0), 1, 1, "none"), alone=True)
+            replace(plan_of(units, replace(machine, workers=1, cores=cores, vectors=0.0), 1, 1, PLAIN), alone=True)
         )
     return ordered
 
@@ -132,12 +140,12 @@ def _micro_batches(machine: Machine, stages: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def plan_of(profile: ModelProfile, machine: Machine, stages: int, micro_batches: int, recompute: Recompute) -> Plan:
+def plan_of(profile: ModelProfile, machine: Machine, stages: int, micro_batches: int, options: Options) -> Plan:
     """So many stages, cut where the slowest is fastest among those cuts with which each worker has room."""
     replicas = machine.workers // stages
     rows = machine.rows / replicas / micro_batches
     caps = [min(machine.caps[stage::stages], default=math.inf) for stage in range(stages)]
-    model = _Stages(profile, machine, stages, micro_batches, rows, recompute)
+    model = _Stages(profile, machine, stages, micro_batches, rows, options)
 
     def cost_of(start: int, stop: int, stage: int) -> float:
         fits = model.memory(start, stop, stage) <= caps[stage]
@@ -170,7 +178,7 @@ def plan_of(profile: ModelProfile, machine: Machine, stages: int, micro_batches:
     spec = None
     if stages > 1:
         cut = ",".join(profile.units[start].begins for start in best.starts)
-        spec = ModelParallel(stages=stages, cut=f"[{cut}]", micro_batches=micro_batches, recompute=recompute)
+        spec = ModelParallel(stages=stages, cut=f"[{cut}]", micro_batches=micro_batches, **options._asdict())
     return Plan(
         spec=spec,
         workers=machine.workers,
@@ -192,10 +200,10 @@ class _Stages:
         stages: int,
         micro_batches: int,
         rows: float,
-        recompute: Recompute,
+        options: Options,
     ) -> None:
         self._profile, self._machine, self._stages, self._rows = profile, machine, stages, rows
-        self._recomputes = recompute == "units"
+        self._recomputes, self._offloads = options.recompute == "units", options.offload == "disk"
         self._in_flight = [in_flight(actions("1f1b", stages, micro_batches, stage)) for stage in range(stages)]
         self._replicas = machine.workers // stages
 
@@ -210,7 +218,8 @@ class _Stages:
 
     def update(self, start: int, stop: int) -> float:
         """Seconds after the last pass."""
-        return sum(one.update for one in self._profile.units[start:stop])
+        units = self._profile.units[start:stop]
+        return sum(one.update + (_DISK_S * one.state if self._offloads else 0.0) for one in units)
 
     def parameters(self, start: int, stop: int) -> float:
         """Bytes that have gradients; a tied one counts once."""
@@ -226,6 +235,9 @@ class _Stages:
             sum(self._profile.sizes[name][1] for name in self._profile.names[unit]) for unit in range(start, stop)
         )
         state = sum(one.state for one in units) * gradients / twice if twice else 0.0  # a tied parameter's once
+        if self._offloads:  # of one parameter at a time
+            largest = max((self._profile.sizes[name][1] for name in names), default=0)
+            state = state * largest / gradients if gradients else 0.0
         others = gradients * (self._replicas - 1)  # of the other replicas, which an exchange in shared memory looks at
         held = sum(one.crossing.at(rows) if self._is_recomputed(one) else one.held.at(rows) for one in units)
         transient = max(

@@ -1,0 +1,50 @@
+"""Stages whose optimizer's state lies on the disk, in processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from stage_models import classified, numbers, task
+from torch import nn
+
+import manyhands as mh
+from manyhands.errors import BadInput, Unsupported
+
+WIDE = 128
+
+
+class Wide(nn.Sequential):
+    """Each layer's state is large enough to be put away."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(3)), nn.Linear(WIDE, 5))
+
+
+TASK = task(Wide, classified, numbers(40, (WIDE,)), numbers(8, (WIDE,)), batch_size=20)
+
+
+def run(model_parallel: str, directory: Path | None = None, epochs: int = 4) -> mh.Run:
+    return mh.train(
+        TASK.with_fields(epochs=epochs, max_steps=8),
+        workers=2,
+        engine="local",
+        threads_per_worker=1,
+        model_parallel=model_parallel,
+        run_dir=directory,
+        resume=directory is not None,
+    )
+
+
+def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
+    expected = run("stages=2")
+    run("stages=2,offload=disk", tmp_path / "run", epochs=2)
+    assert torch.equal(run("stages=2,offload=disk", tmp_path / "run").parameters, expected.parameters)
+
+
+def test_what_there_is_not() -> None:
+    with pytest.raises(Unsupported, match="offload=disk"):
+        run("stages=2,offload=host")
+    with pytest.raises(BadInput, match="offload must be"):
+        run("stages=2,offload=tape")
