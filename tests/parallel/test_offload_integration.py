@@ -22,12 +22,12 @@ class Wide(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(3)), nn.Linear(WIDE, 5))
 
 
-TASK = task(Wide, classified, numbers(40, (WIDE,)), numbers(8, (WIDE,)), batch_size=20)
+TASK = task(Wide, classified, numbers(40, (WIDE,)), numbers(8, (WIDE,)), batch_size=20, schedule=None)
 
 
 def run(model_parallel: str, directory: Path | None = None, epochs: int = 4) -> mh.Run:
     return mh.train(
-        TASK.with_fields(epochs=epochs, max_steps=8),
+        TASK.with_fields(epochs=epochs),
         workers=2,
         engine="local",
         threads_per_worker=1,
