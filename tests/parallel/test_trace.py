@@ -142,6 +142,19 @@ def test_a_value_that_is_written_into_a_tensor_of_every_stage() -> None:
         of_model(lambda: Calls(body), ROWS)
 
 
+def test_a_value_is_not_taken_for_a_tensor_that_is_gone() -> None:
+    """Tensors that every stage makes, and drops, have ids that come again."""
+
+    def body(model: Calls, x: Tensor) -> Tensor:
+        made = [x + i for i in range(200)]
+        del made
+        doubled = 2 * model.first(x)
+        return model.third(model.second(x) + doubled)
+
+    (place,) = of_model(lambda: Calls(body), ROWS).chosen(["second"])[0].places
+    assert (place.kind, place.module, place.number) == ("result", "", 201)
+
+
 def test_masks_that_are_there_may_index() -> None:
     def body(model: Calls, x: Tensor) -> Tensor:
         left = torch.tensor([True, False, True])

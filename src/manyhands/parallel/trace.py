@@ -233,7 +233,8 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
 
     def came_out(module: str, number: int, result: Any) -> None:
         for leaf, value in enumerate(tensors_of(result)):
-            record.results.setdefault(id(value), (module, number, leaf))
+            if isinstance(value, Absent):  # others end, and their id comes again
+                record.results.setdefault(id(value), (module, number, leaf))
 
     numbering = Numbering(came_out)
 
