@@ -369,11 +369,11 @@ def _write_manifest(partial: AnyPath, final: AnyPath, manifest: bytes, warn: War
         write_whole(final / MANIFEST, manifest)
         return
     _write(partial / MANIFEST, manifest)
-    _sync_folder(partial)
+    sync_folder(partial)
     if os.path.lexists(final):
         remove(final, warn)
     partial.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def remove(path: AnyPath, warn: Warn) -> None:
@@ -589,25 +589,32 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     tensors' bytes, here those of the widest numbers first.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = dict[str, Any](), 0
-    for name in names:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        if tensor.dtype not in _DTYPES:
-            raise ManyhandsError(
-                f"{name} is of {tensor.dtype}, for which safetensors has no name: use another type for what the run saves"
-            )
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield header_of({name: (tensors[name].dtype, list(tensors[name].shape)) for name in names})[0]
     for name in names:
         whole = tensors[name].reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(whole), _WRITTEN_BYTES):
             yield whole[start : start + _WRITTEN_BYTES]
 
 
-_DTYPES = {
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, range]]:
+    """The beginning of a safetensors file of tensors of these dtypes and shapes, in this order, and where in the file the
+    bytes of each lie. ManyhandsError for a dtype that the format has no name for."""
+    header, spans, end = dict[str, Any](), dict[str, range](), 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in DTYPES:
+            raise ManyhandsError(
+                f"{name} is of {dtype}, for which safetensors has no name: use another type for what the run saves"
+            )
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        spans[name] = range(start, end)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: range(len(begin) + one.start, len(begin) + one.stop) for name, one in spans.items()}
+
+
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -636,7 +643,8 @@ def synced(path: Path) -> Iterator[io.BufferedWriter]:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """What was renamed within it is on the disk afterwards."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -655,4 +663,4 @@ def write_whole(path: AnyPath, data: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)

@@ -53,19 +53,28 @@ def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
     return model
 
 
-def fill(model: nn.Module, names: Collection[str]) -> None:
-    """Absent parameters of these names, any of a tied one's, get memory and small random values, in place."""
+def give_memory(model: nn.Module, names: Collection[str] | None = None) -> list[nn.Parameter]:
+    """Absent parameters are real ones again, in place; their values are to be set. names: of these alone, any of a tied one's.
+
+    Returns them.
+    """
     every = _every_name(model)
-    wanted = {id(p) for name, p in every if name in names}
+    wanted = {id(p) for name, p in every if (names is None or name in names) and is_absent(p)}
     made: dict[int, nn.Parameter] = {}
     for name, p in every:
-        if id(p) not in wanted or not isinstance(p, Absent):
+        if id(p) not in wanted:
             continue
         module, _, last = name.rpartition(".")
         if id(p) not in made:
-            values = torch.empty(p.shape, dtype=p.dtype).normal_(std=_STD)
-            made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+            made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
         model.get_submodule(module)._parameters[last] = made[id(p)]
+    return list(made.values())
+
+
+def fill(model: nn.Module, names: Collection[str]) -> None:
+    """Absent parameters of these names get memory and small random values, in place."""
+    for p in give_memory(model, names):
+        p.data.normal_(std=_STD)
 
 
 @contextmanager

@@ -845,9 +845,7 @@ class Loop:
         worker, replica = self.worker, self.replica
         worker.driver.progress("end", replica.step)
         over = self.reason != PREEMPTED
-        states, metrics, callback_result = self.validator.answer(
-            self.state, test=over, worker_callback=self.worker_callback if over else None
-        )
+        answer = self.validator.answer(self.state, over=over, worker_callback=self.worker_callback if over else None)
         worker.driver.collect(worker.group)
         ledger = Ledger()
         for one in self._ledgers():
@@ -858,9 +856,10 @@ class Loop:
         if not worker.shares_process:
             own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(
-            states=states,
+            states=answer.states,
+            file=answer.file,
             saved=[name for name, value in replica.model.state_dict().items() if isinstance(value, torch.Tensor)],
-            metrics=metrics,
+            metrics=answer.metrics,
             workers=worker.group.all_gather_json(own),
             steps=replica.step,
             ticks=self.position.tick,
@@ -868,7 +867,7 @@ class Loop:
             reason=self.reason,
             seconds=worker.clock() - self.began,
             facts=self.facts | self._kept(),
-            callback_result=callback_result,
+            callback_result=answer.callback_result,
         )
 
 

@@ -74,7 +74,8 @@ parameters, further names of tied ones)."""
 class Outcome:
     """What each worker returns. The same on all ranks, except `states`, which are empty where nobody needs them."""
 
-    states: list[State]  # the answer's; an ensemble's, one a member
+    states: list[State]  # the answer's; an ensemble's, one a member; none of a preempted run whose workers hold parts
+    file: str  # of the run directory, which the workers wrote: `states` has what it lacks. "": they wrote none
     saved: list[str]  # the names in the model's state_dict
     metrics: dict[str, float]
     workers: list[dict[str, Any]]  # by rank: rows, unused, ledger, memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,14 +19,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from manyhands import rng, spec
-from manyhands.checkpoint import checkpoints, launch_lock
+from manyhands.checkpoint import checkpoints, launch_lock, model_file
 from manyhands.checkpoint.launch_lock import Claim, LaunchLock
+from manyhands.checkpoint.model_file import FINAL
 from manyhands.checkpoint.paths import PARTIAL, AnyPath, RemotePath, open_regular
 from manyhands.errors import BadInput, ManyhandsError
+from manyhands.parallel.build import build, give_memory
 from manyhands.recording import event_log
 from manyhands.recording.run import Answer, Run
 from manyhands.replica import evaluation
@@ -34,7 +38,7 @@ from manyhands.training.config import TrainConfig
 from manyhands.training.plan import Outcome, State, build_model
 
 Shapes = dict[str, tuple[int, ...]]  # by name
-CHECKPOINTS, FINAL, RESULT, CONFIG_FILE = "checkpoints", "model.safetensors", "result.json", "config.json"
+CHECKPOINTS, RESULT, CONFIG_FILE = "checkpoints", "result.json", "config.json"
 _UNFINISHED = re.compile(
     rf"(model(-\d+)?\.safetensors|{re.escape(RESULT)}|{re.escape(CONFIG_FILE)})\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
 )
@@ -278,6 +282,10 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
             f"the finished run in {config.directory} used strategy {was}, not {config.strategy.name}: give another run "
             "directory"
         )
+    path = config.directory / FINAL
+    if config.model_parallel is not None and isinstance(path, Path) and path.exists():
+        _check_shapes(config.task, path)
+        return Run.from_json(saved, directory=config.directory, answer=_answer_in(config.task, path, {}))
     try:
         states = [checkpoints.SavedTensors(config.directory / name) for name in _models_among(saved["sha256"])]
     except (OSError, SafetensorError) as problem:
@@ -302,10 +310,11 @@ def shapes_in(directory: AnyPath) -> list[tuple[int, ...]]:
 
 
 def write(directory: AnyPath, run: Run, outcome: Outcome) -> None:
-    """Each model's state_dict, then result.json with all SHA-256: a directory that has it is of a finished run."""
+    """Each model's state_dict, unless the workers wrote it, then result.json with all SHA-256: a directory that has it is of
+    a finished run."""
     files = files_of(len(outcome.states))
     with _written(directory):
-        for file, (parameters, buffers, rest) in zip(files, outcome.states, strict=True):
+        for file, (parameters, buffers, rest) in zip(files, outcome.states, strict=True) if not outcome.file else ():
             held = parameters | buffers | rest
             tensors = {name: held[name].contiguous() for name in outcome.saved}
             checkpoints.write_whole(directory / file, safetensors.torch.save(tensors))
@@ -317,12 +326,63 @@ def write(directory: AnyPath, run: Run, outcome: Outcome) -> None:
         checkpoints.write_whole(directory / RESULT, (json.dumps(values | {"sha256": digests}) + "\n").encode())
 
 
-def answer_of(task: Task, states: list[State]) -> Answer:
-    """What these states are; a task's own module holds the first at once, other models are made at first use."""
+def answer_of(task: Task, outcome: Outcome, directory: AnyPath | None) -> Answer:
+    """What the workers brought, or wrote into the run directory; a task's own module holds the first at once, other models
+    are made at first use."""
+    states = outcome.states
+    if outcome.file:
+        assert isinstance(directory, Path)
+        return _answer_in(task, directory / outcome.file, states[0][1])
+    if not states:
+        return Answer(list, [])  # nobody gets the Run of one that is preempted
     shapes = {name: tuple(tensor.shape) for name, tensor in states[0][0].items()}
     made = partial(_models_for, task, [shapes] * len(states), _trainable)
     answer = Answer(lambda: _filled(made(), states), list(shapes.values()))
     return Answer.of(answer.models) if isinstance(task.model, nn.Module) else answer
+
+
+def _answer_in(task: Task, path: Path, others: Mapping[str, Tensor]) -> Answer:
+    """The model of this file, and buffers that it does not hold. Until its first use it takes no memory."""
+    shapes, read = model_file.shapes_in(path), _identity(path)
+    answer = Answer(partial(_read, task, path, shapes, read, others), list(shapes.values()))
+    return Answer.of(answer.models) if isinstance(task.model, nn.Module) else answer
+
+
+def _check_shapes(task: Task, path: Path) -> None:
+    """BadInput where the task's model is not this file's; no memory is taken for parameters."""
+    with rng.kept():
+        model = task.model if isinstance(task.model, nn.Module) else build(task.model)
+    if _saved(model) != model_file.shapes_in(path):
+        raise _other_model()
+
+
+def _read(
+    task: Task, path: Path, shapes: Shapes, read: tuple[int, int], others: Mapping[str, Tensor]
+) -> list[nn.Module]:
+    """The model, once it is asked for. ManyhandsError where memory is short, and where the file is another one by now."""
+    if not path.exists() or _identity(path) != read:
+        raise ManyhandsError(
+            f"{path} was moved, or written anew, since the run ended whose model it held: look at run.model before, or give each run a directory"
+        )
+    try:
+        models = _models_for(task, [shapes], _saved)
+        held = models[0].state_dict() | dict(models[0].named_buffers())
+        with torch.no_grad():
+            for name, tensor in itertools.chain(model_file.tensors_in(path), others.items()):
+                held[name].copy_(tensor)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ManyhandsError(
+            f"this process has not the memory for the model, whose parameters are in {path}: read them where there is more, or tensor by tensor "
+            "(safetensors.safe_open), or train on with stages"
+        ) from error
+    return models
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _trainable(model: nn.Module) -> Shapes:
@@ -339,17 +399,22 @@ def _models_for(task: Task, shapes: Sequence[Shapes], of: Callable[[nn.Module], 
     models = []
     for i, wanted in enumerate(shapes):
         if isinstance(task.model, nn.Module) and i == 0:
-            model = task.model.cpu()
+            give_memory(task.model)
+            model = task.model.cpu()  # under a launcher this process may have been a stage of it
         else:
             with rng.kept():
                 rng.seed_all(task.seed)
                 model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else build_model(task)
         if of(model) != wanted:
-            raise BadInput(
-                "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
-            )
+            raise _other_model()
         models.append(model)
     return models
+
+
+def _other_model() -> BadInput:
+    return BadInput(
+        "the finished run's parameters are not this model's: give the model it was made with, or another run directory"
+    )
 
 
 def _filled(models: list[nn.Module], states: Sequence[State]) -> list[nn.Module]:

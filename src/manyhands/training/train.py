@@ -430,7 +430,7 @@ class _Training:
         workers = outcome.workers
         rows = [one["rows"] for one in workers]
         return Run(
-            answer=answer_of(self.config.task, outcome.states),
+            answer=answer_of(self.config.task, outcome, self.config.directory),
             metrics=outcome.metrics,
             history=self.recorder.history,
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},

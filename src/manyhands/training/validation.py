@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint import model_file
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
 from manyhands.errors import Unsupported
@@ -24,6 +25,15 @@ from manyhands.training.best_model import BestModel
 from manyhands.training.plan import State, TrainingPosition, WorkerPlan
 from manyhands.worker import Worker
 from manyhands.worker_callback import WorkerCallback
+
+
+class FinalAnswer(NamedTuple):
+    """What a run found."""
+
+    states: list[State]  # see `Outcome`
+    file: str
+    metrics: dict[str, float]
+    callback_result: Any  # of worker 0's callback
 
 
 @dataclass
@@ -74,10 +84,8 @@ class Validator:
                     "the change: change them after training, or leave the callback out"
                 )
 
-    def answer(
-        self, state: StrategyState, test: bool, worker_callback: WorkerCallback | None = None
-    ) -> tuple[list[State], dict[str, float], Any]:
-        """The consensus, or the best model if wanted; its metrics; and what worker 0's callback returned."""
+    def answer(self, state: StrategyState, over: bool, worker_callback: WorkerCallback | None = None) -> FinalAnswer:
+        """The consensus, or the best model if wanted, and its metrics. over: the run is complete, and not preempted."""
         consensus = self.plan.strategy.consensus(self.replica, self.worker, state)
         buffers = self._buffers()
         metrics = dict(self.best.newest)
@@ -88,9 +96,10 @@ class Validator:
             callback_result, changed, consensus, buffers = self._ended(worker_callback, consensus, buffers)
             if changed and self.validation is not None:
                 metrics = self._evaluate(self.validation, consensus, buffers, "validation_")
-        if self.test is not None and test:
+        if self.test is not None and over:
             metrics |= self._evaluate(self.test, consensus, buffers, "test_")
-        return self._states(consensus, buffers), metrics, callback_result
+        states, file = self._delivered(consensus, buffers, over)
+        return FinalAnswer(states, file, metrics, callback_result)
 
     def _ended(
         self, worker_callback: WorkerCallback, parameters: FlatVector, buffers: dict[str, Tensor]
@@ -133,21 +142,43 @@ class Validator:
             metrics = evaluation.evaluate(measure, feed, worker.mesh.data, progress)
         return {prefix + name: value for name, value in metrics.items()}
 
-    def _states(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> list[State]:
-        """On ranks that return them: the answer's values, or each member's of an ensemble, copied to the CPU."""
-        wanted = self.worker.rank == 0 or self.plan.every_rank_returns
-        if self.plan.strategy.needs.one_model:
-            if not (self.plan.every_rank_returns or self.worker.mesh.rows[0] == 0):
-                return []  # nobody asks this replica
-            trained = self.replica.named(parameters)
-            rest: dict[str, Tensor] = {}
-            if self._rest(self.replica.model):
-                with evaluation.holding(self.replica, parameters, buffers) as model:
-                    rest = _own(self._rest(model))
-            return [self._joined((_own(trained), _own(buffers), rest))]
+    def _delivered(self, parameters: FlatVector, buffers: dict[str, Tensor], over: bool) -> tuple[list[State], str]:
+        """(`Outcome.states`, `Outcome.file`) of this answer; nothing on ranks that nobody asks."""
+        if not self.plan.strategy.needs.one_model:
+            return self._ensemble(parameters, buffers), ""
+        everywhere, mesh = self.plan.every_rank_returns, self.worker.mesh
+        if not (everywhere or mesh.rows[0] == 0):
+            return [], ""
+        if self.plan.model_parallel is not None and mesh.model.size > 1:
+            readers = self.worker.group if everywhere else mesh.model
+            if model_file.seen_by_all(self.plan.claim, readers):
+                return self._written(parameters, buffers) if over else ([], "")
+        trained = self.replica.named(parameters)
+        rest: dict[str, Tensor] = {}
+        if self._rest(self.replica.model):
+            with evaluation.holding(self.replica, parameters, buffers) as model:
+                rest = _own(self._rest(model))
+        return [self._joined((_own(trained), _own(buffers), rest))], ""
+
+    def _written(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> tuple[list[State], str]:
+        """The first replica's workers write the run's model file, each its part; what that holds is in no state."""
+        mesh, claim, counts = self.worker.mesh, self.plan.claim, self.replica.executor.counts
+        assert claim is not None
+        with evaluation.holding(self.replica, parameters, buffers) as model:
+            saved = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+            if mesh.rows[0] == 0:
+                own = {name: (tensor, self._slices.get(name)) for name, tensor in saved.items() if counts(name)}
+                model_file.write_ranges(claim, mesh.model, own)
+        if self.plan.every_rank_returns:
+            self.worker.group.barrier()  # the file is there for all
+        others = {name: buffer for name, buffer in buffers.items() if name not in saved}
+        return [self._joined(({}, _own(others), {}))], model_file.FINAL
+
+    def _ensemble(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> list[State]:
+        """Each member's values, copied to the CPU."""
         with evaluation.holding(self.replica, parameters, buffers):
             members = evaluation.ensemble_of(self.replica, self.worker.mesh.data).members
-        if not wanted:
+        if self.worker.rank and not self.plan.every_rank_returns:
             return []
         names = self.replica.layout.names
         trainable = [{name: p for name, p in m.named_parameters() if name in names} for m in members]
@@ -156,39 +187,45 @@ class Validator:
             for m, p in zip(members, trainable, strict=True)
         ]
 
+    @property
+    def _slices(self) -> dict[str, ParameterSlice]:
+        """Which part of each parameter this worker holds."""
+        return {name: part for shard in self.replica.shards for name, part in shard.slices.items()}
+
     def _joined(self, own: State) -> State:
         """The whole model's, of what each worker of a replica holds; on its first one, unless every rank returns it. A
         collective of these workers."""
-        members, counts = self.worker.mesh.model, self.replica.executor.counts
+        members, counts, slices = self.worker.mesh.model, self.replica.executor.counts, self._slices
         if members.size == 1:
             return own
-        everywhere = self.plan.every_rank_returns
-        slices = {name: part for shard in self.replica.shards for name, part in shard.slices.items()}
-        counted = [{name: tensor for name, tensor in part.items() if counts(name)} for part in own]
-        listed = [{name: _listed(tensor, slices.get(name)) for name, tensor in part.items()} for part in counted]
+        counted = [(kind, name) for kind, part in enumerate(own) for name in part if counts(name)]
+        listed = [(kind, name, *_listed(own[kind][name], slices.get(name))) for kind, name in counted]
         joined: State = {}, {}, {}
         for rank, theirs in enumerate(members.all_gather_json(listed)):
-            for into, part, named in zip(joined, counted, theirs, strict=True):
-                for name, (whole, start, stop, dtype) in named.items():
-                    tensor = part.get(name) if rank == members.rank else None
-                    if tensor is None and (everywhere or members.rank == 0):
-                        tensor = torch.empty(
-                            [b - a for a, b in zip(start, stop, strict=True)], dtype=getattr(torch, dtype)
-                        )
-                    if tensor is None:
-                        continue
-                    if everywhere:
-                        members.broadcast_(tensor, rank)
-                    elif rank and members.rank == 0:
-                        members.receive_(tensor, rank)
-                    elif rank:
-                        members.send(tensor, 0)
-                    if list(tensor.shape) == whole:
-                        into[name] = tensor
-                    else:
-                        all_of_it = into.setdefault(name, torch.empty(whole, dtype=tensor.dtype))
-                        all_of_it[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = tensor
+            for kind, name, whole, start, stop, dtype in theirs:
+                held = own[kind][name] if rank == members.rank else None
+                lengths = [b - a for a, b in zip(start, stop, strict=True)]
+                tensor = self._brought(rank, held, lengths, getattr(torch, dtype))
+                if tensor is None or lengths == whole:
+                    joined[kind].update({} if tensor is None else {name: tensor})
+                    continue
+                all_of_it = joined[kind].setdefault(name, torch.empty(whole, dtype=tensor.dtype))
+                all_of_it[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = tensor
         return joined
+
+    def _brought(self, source: int, held: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A tensor that this worker or another of its replica holds, where it is wanted; a collective of these workers."""
+        members, everywhere = self.worker.mesh.model, self.plan.every_rank_returns
+        if held is None and members.rank and not everywhere:
+            return None
+        tensor = torch.empty(shape, dtype=dtype) if held is None else held
+        if everywhere:
+            members.broadcast_(tensor, source)
+        elif source and members.rank == 0:
+            members.receive_(tensor, source)
+        elif source:
+            members.send(tensor, 0)
+        return tensor
 
     def _rest(self, model: nn.Module) -> dict[str, Tensor]:
         """What the state_dict of a model has besides trainable parameters and buffers, where a run directory wants it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manyhands import strategies, tasks, units
 from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.model_file import FINAL
 from manyhands.checkpoint.paths import AnyPath, open_regular, path_of
 from manyhands.engines.own_rules import is_own, list_rule
 from manyhands.engines.sim.costs import Costs
@@ -33,7 +34,7 @@ from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.config import every, keep_of, task_from
 from manyhands.training.plan import Outcome, WorkerPlan
-from manyhands.training.run_directory import CONFIG_FILE, FINAL, RESULT, read_result
+from manyhands.training.run_directory import CONFIG_FILE, RESULT, read_result
 from manyhands.training.worker_main import work
 from manyhands.units import printable
 from manyhands.worker import Worker
