@@ -23,7 +23,8 @@ class ByReplica:
     def __init__(self, saved: Checkpoint, held: Collection[str]) -> None:
         """held: the names of this worker's parameters."""
         self._saved, self._held = saved, held
-        self._members = members_of(saved)
+        self._values: dict[int, dict[str, Any]] = {}  # by worker: read once
+        self._members = members_of(self._of_member(0))
         self.ranks = saved.ranks // self._members
 
     def reader(self, rank: int) -> Mapping[str, Tensor]:
@@ -31,7 +32,7 @@ class ByReplica:
         found: dict[str, Mapping[str, Tensor]] = {}
         known = self.values(rank)["slices"]
         for member in self._of(rank):
-            own, buffers = self._saved.reader(member), set(self._saved.values(member).get("buffers", ()))
+            own, buffers = self._saved.reader(member), set(self._of_member(member).get("buffers", ()))
             for name in own:
                 kind, _, rest = name.partition("/")
                 parameter = rest if kind in ("parameters", "best") else rest.partition("/")[2]
@@ -43,13 +44,18 @@ class ByReplica:
 
     def values(self, rank: int) -> dict[str, Any]:
         """The first of its workers', with all of their optimizer's; no random state."""
-        everyone = [self._saved.values(member) for member in self._of(rank)]
+        everyone = [self._of_member(member) for member in self._of(rank)]
         optimizer = dict(everyone[0]["optimizer"])
         optimizer["values"] = {
             name: held for one in everyone for name, held in one["optimizer"]["values"].items() if name in self._held
         }
         slices = {name: part for one in reversed(everyone) for name, part in one["slices"].items()}
         return everyone[0] | {"optimizer": optimizer, "slices": slices, "random": None}
+
+    def _of_member(self, member: int) -> dict[str, Any]:
+        if member not in self._values:
+            self._values[member] = self._saved.values(member)
+        return self._values[member]
 
     def _of(self, replica: int) -> range:
         return range(replica * self._members, (replica + 1) * self._members)
@@ -71,6 +77,6 @@ class _Joined(Mapping[str, Tensor]):
         return len(self._found)
 
 
-def members_of(saved: Checkpoint) -> int:
-    """How many workers held a replica together when it was written."""
-    return int(saved.values(0).get("members", 1))
+def members_of(values: Mapping[str, Any]) -> int:
+    """How many workers held a replica together when these values of one of them were written."""
+    return int(values.get("members", 1))

@@ -161,12 +161,10 @@ class Saver:
         rank, size, mesh = self.worker.rank, self.worker.size, self.worker.mesh
         snapshot: run_state.Snapshot = saved
         place = rank, size
-        if (then := by_replica.members_of(saved)) != mesh.model.size or (then > 1 and saved.ranks != size):
+        if (then := by_replica.members_of(saved.values(0))) != mesh.model.size or (then > 1 and saved.ranks != size):
             snapshot, place = by_replica.ByReplica(saved, set(self.replica.layout.names)), mesh.rows
         state, values = run_state.restore(snapshot, self.replica, state, *place, self.total_ticks, self.warnings.append)
         was, now = values["options"], self._options()
-        for fact in ("total", "threads", "fingerprint", "options"):
-            del values[fact]
         if was != now:
             differing = ", ".join(
                 f"{name} was {was.get(name)} and is {now[name]}" for name in now if was.get(name) != now[name]
@@ -175,7 +173,8 @@ class Saver:
                 f"these settings differ from the checkpoint's: {differing}. The new ones are used from step "
                 f"{saved.tick} on. To keep the old ones, give them again"
             )
-        position = TrainingPosition(**values)
+        facts = ("total", "threads", "fingerprint", "options")
+        position = TrainingPosition(**{name: value for name, value in values.items() if name not in facts})
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append
