@@ -148,6 +148,8 @@ _MAY_MISS: dict[str, Test] = {  # where there is nothing to say
     "members": _list(_whole(below=_MOST_RANKS)),
     "settle": _whole(),
     "left_out": _number,
+    "replica": _whole(below=_MOST_RANKS),
+    "stage": _whole(below=_MOST_RANKS),
 }
 _SECONDS = dict.fromkeys(("input_s", "compute_s", "exchange_s", "wait_s"), _finite)
 _STEP: dict[str, Test] = {

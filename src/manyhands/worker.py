@@ -139,6 +139,11 @@ class Mesh:
         return [group for group in (self.data, self.model) if group is not self.world]
 
     @property
+    def place(self) -> dict[str, int]:
+        """As events name it where several workers hold a replica: {"replica", "stage"}."""
+        return {} if self.model.size == 1 else {"replica": self.rows[0], "stage": self.coordinate}
+
+    @property
     def counts_rows(self) -> bool:
         """Whether this worker reports the rows of its replica, all of whose workers read them."""
         return self.model.rank == 0
@@ -298,7 +303,7 @@ class Worker:
             rank=self.worker_id,
             tick=tick,
             step=step,
-            values=values,
+            values=values | self.mesh.place,
         )
 
 

@@ -183,6 +183,13 @@ def test_what_a_run_says_of_its_stages() -> None:
     tied = run.model.tokens.weight.numel()
     assert sum(one["parameters"] for one in held) == run.info["parameters"] + tied == run.parameters.numel() + tied
     assert "1 replica of 2 workers" in run.summary()
+    assert sum(one["bytes"] for one in held) == sum(entry["bytes"] for entry in run.ledger.values())
+    assert [one["memory"] for one in held] == run.memory_of_workers
+    for stage, begins in enumerate(("the beginning", "blocks.2")):
+        timing = run.timing_of_workers[stage]
+        waited = f"waited {100 * timing['wait'] / sum(timing.values()):.0f} %"
+        (line,) = [one for one in run.summary().splitlines() if f"{stage} from {begins}: " in one]
+        assert f"{held[stage]['parameters']:,} parameters, {waited}, sent " in line
     assert run.rows["workers"] == [run.rows["total"], 0]
     for row in run.history:
         assert all(row[f"{part}_s"] > -1e-3 for part in ("input", "compute", "exchange", "wait"))

@@ -104,6 +104,23 @@ def test_workers_write_the_model_and_nobody_has_all_of_it(name: str, tmp_path: P
     }
 
 
+def test_events_name_replica_and_stage(tmp_path: Path) -> None:
+    mh.train(
+        TASKS["gpt"].with_fields(max_steps=2),
+        workers=4,
+        engine="local",
+        model_parallel="stages=2",
+        threads_per_worker=1,
+        run_dir=tmp_path,
+    )
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    of_workers = [one for one in events if one["rank"] is not None]
+    assert {one["type"] for one in of_workers} >= {"start", "step", "checkpoint", "epoch"}
+    assert {one["rank"] for one in of_workers} == {0, 1, 2, 3}
+    for one in of_workers:
+        assert divmod(one["rank"], 2) == (one["values"]["replica"], one["values"]["stage"])
+
+
 @pytest.mark.slow
 def test_a_model_is_built_when_it_is_asked_for(tmp_path: Path) -> None:
     Shifted.made = 0

@@ -112,13 +112,22 @@ def _speed(facts: dict[str, Any]) -> Lines:
 
 
 def _stages(facts: dict[str, Any]) -> Lines:
-    """Where the stages of a replica begin, and what each holds."""
+    """Where the stages of a replica begin, what each holds, and what it cost."""
     stages, workers = facts["info"].get("stages"), facts["info"].get("workers", 1)
     if not stages:
         return []
-    held = [f"{one['begins'] or 'the beginning'} ({one['parameters']:,} parameters)" for one in stages]
-    replicas = units.count(workers // len(stages), "replica")
-    return [("stages", f"{replicas} of {units.count(len(stages), 'worker')}, from {', from '.join(held)}")]
+    found = [("stages", f"{units.count(workers // len(stages), 'replica')} of {units.count(len(stages), 'worker')}")]
+    for stage, one in enumerate(stages):
+        timing = facts["timing_of_workers"][stage :: len(stages)]
+        wait_s, total_s = sum(own["wait"] for own in timing), sum(sum(own.values()) for own in timing)
+        parts = [
+            f"{one['parameters']:,} parameters",
+            *([f"waited {100 * wait_s / total_s:.0f} %"] if total_s else []),
+            *([f"sent {units.size(one['bytes'])}"] if "bytes" in one else []),
+            *([f"peak {units.size(one['memory'])}"] if "memory" in one else []),
+        ]
+        found.append(("", f"{stage} from {one['begins'] or 'the beginning'}: {', '.join(parts)}"))
+    return found
 
 
 def _plan(facts: dict[str, Any]) -> Lines:

@@ -460,6 +460,7 @@ class _Training:
             "machines": shared([one["cores"] for one in first.workers if "cores" in one]),
             **config.engine.facts(),
             **first.facts,
+            **_of_stages(first),
             **self._rates(first.facts),
         }
 
@@ -505,6 +506,18 @@ def _read_once(task: Task) -> Task:
     """The task, its data read once for all workers of this process."""
     given = {name: getattr(task, name) for name in ("train_data", "validation_data", "test_data")}
     return task.with_fields(**{name: Once(data) for name, data in given.items() if is_function(data)})
+
+
+def _of_stages(first: Outcome) -> dict[str, Any]:
+    """The facts of each stage, with what its workers sent in all, and the most memory that one of them had."""
+    stages = first.facts.get("stages", [])
+    found = []
+    for stage, facts in enumerate(stages):
+        workers = first.workers[stage :: len(stages)]
+        sent = sum(count["bytes"] for one in workers for count in one["ledger"].values())
+        peaks = [one["memory"] for one in workers if "memory" in one]
+        found.append(facts | {"bytes": sent} | ({"memory": max(peaks)} if peaks else {}))
+    return {"stages": found} if found else {}
 
 
 def _summed(ledgers: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
