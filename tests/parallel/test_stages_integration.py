@@ -60,13 +60,15 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "replicas", "stages"), CASES)
 def test_stages_train_as_one_worker_does(name: str, replicas: int, stages: int) -> None:
+    """pytorch#126600: micro-batches that are not equal, here of ten, nine and three rows, are refused. pytorch#159942: so are
+    lengths that vary."""
     run = trained(name, replicas * stages, f"stages={stages}")
     assert run.history[-1]["tick"] == 11
     expect_alike(run, trained(name, replicas, None))
 
 
 def test_gradients_of_stages_alone_have_one_workers_bits() -> None:
-    """Nothing is tied, and no norm is added up in another order."""
+    """Nothing is tied, and no norm is added up in another order. pytorch#168058: numbers change with the layout."""
     run, expected = (trained("mlp", *given, clip_norm=None) for given in ((3, "stages=3"), (1, None)))
     assert torch.equal(run.parameters, expected.parameters)
 
@@ -102,6 +104,7 @@ def library_loss(kind: str, model: torch.nn.Module, batch: tuple[Tensor, Tensor]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
 def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
+    """pytorch#184361: a model of Hugging Face cannot be cut, because export fails on it."""
     pytest.importorskip("transformers")
     task = TASKS["gpt"].with_fields(
         model=functools.partial(library_model, kind),
@@ -229,6 +232,7 @@ def looked_at(name: str, stages: int) -> list[dict[str, Any]]:
 
 
 def test_each_stage_begins_with_one_workers_parameters() -> None:
+    """pytorch#139304: stages that are built from one seed have equal parameters, and others than one process."""
     torch.manual_seed(TASKS["gpt"].seed)
     whole = dict(TASKS["gpt"].model().named_parameters())
     found = looked_at("gpt", 4)

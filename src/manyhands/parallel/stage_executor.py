@@ -79,7 +79,7 @@ class StageExecutor(AutogradExecutor):
         )
         self._task, self._trace, self._cuts, self.place = task, trace, cuts, place
         self._schedule, self._micro_batches, self._offloads = schedule, micro_batches, offloads
-        self._recomputed = {cut.name for cut in trace.outermost} if recomputes else set[str]()
+        self._recomputed = {unit.name for unit in trace.units(cuts)} if recomputes else set[str]()
         self.stages_of = trace.stages_of(cuts)
         """{parameter: the stages that hold it}"""
         self.held = {name for name, stages in self.stages_of.items() if place.stage in stages}

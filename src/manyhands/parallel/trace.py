@@ -105,8 +105,13 @@ class ModelTrace:
     @property
     def outermost(self) -> list[Cut]:
         """Those of the possible cuts that lie in no other's module."""
-        names = {cut.name for cut in self.cuts}
-        return [cut for cut in self.cuts if names.isdisjoint(around_of(cut.name))]
+        return self.units(())
+
+    def units(self, cuts: Sequence[Cut]) -> list[Cut]:
+        """The outermost of the possible cuts whose modules lie in one stage each, where stages begin at these cuts."""
+        split = {name for cut in cuts for name in around_of(cut.name)}
+        names = {cut.name for cut in self.cuts} - split
+        return [cut for cut in self.cuts if cut.name in names and names.isdisjoint(around_of(cut.name))]
 
     def _balanced(self, cuts: Sequence[Cut], stages: int) -> tuple[float, list[Cut]]:
         """(how many numbers the largest stage has, its cuts)"""

@@ -1,0 +1,275 @@
+"""What users of other pipelines complain of: one test for each complaint, which its docstring names.
+
+Those that another test covers as they are stand in that test's docstring: pytorch#126600 and #159942 (`stages_integration::stages_train_as_one_worker_does`), #184361 (`models_of_transformers_are_cut_as_they_are`), #139304
+(`each_stage_begins_with_one_workers_parameters`), #168058 (`gradients_of_stages_alone_have_one_workers_bits`), #149640
+(`stages_result_integration`, `by_replica`), torchtitan#811 (`stages_resume_integration::a_run_goes_on`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from stage_models import CNN, GPT, MLP, TASKS, classified, masked, numbers, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+from manyhands.errors import BadInput
+from manyhands.parallel.build import is_absent
+from manyhands.parallel.mesh import mesh_of
+from manyhands.parallel.schedules import actions, in_flight
+from manyhands.parallel.spec import ModelParallel
+from manyhands.parallel.trace import trace
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
+from manyhands.training.loop import Loop
+from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker_main import make_loop
+from manyhands.worker import Worker
+
+T = TypeVar("T")
+
+
+def in_stages(task: mh.Task, model: nn.Module, plan: str, program: Callable[[Loop], T], workers: int = 0) -> list[T]:
+    """`program` on the loop of each worker, before its first step. Workers are threads; the task's model is a copy of
+    this one."""
+    spec = ModelParallel.of(plan)
+    assert spec is not None
+
+    def run(worker: Worker) -> T:
+        worker.mesh = mesh_of(worker, spec.stages)
+        own = task.with_fields(model=copy.deepcopy(model))
+        loop = make_loop(WorkerPlan(task=own, strategy=strategy_of("allreduce"), model_parallel=spec), worker)
+        try:
+            return program(loop)
+        finally:
+            loop.train_feed.close()
+
+    return together(workers or spec.stages, run)
+
+
+def gradients(loop: Loop, batch: Any) -> dict[str, Tensor]:
+    """Of one backward, by name, of what this worker holds."""
+    loop.replica.begin_tick()
+    loop.replica.backward(batch)
+    return {name: view.clone() for name, view in loop.replica.named(loop.replica.gradients).items()}
+
+
+def whole_gradients(model: nn.Module, loss: Any, batch: Any) -> dict[str, Tensor]:
+    """In one process, of all rows at once."""
+    own = copy.deepcopy(model)
+    found = loss(own, batch)
+    (found[0] if isinstance(found, tuple) else found).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.named_parameters()}
+
+
+def expect_gradients(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    assert {name for own in found for name in own} == set(expected)
+    for own in found:
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT().double()
+
+
+class Skips(nn.Module):
+    """Three values cross a cut: one that some micro-batches leave unused, one of whole numbers, one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = self.first(x)
+        largest, fixed = skipped.argmax(-1), skipped.detach().tanh()
+        y = self.second(fixed)
+        if bool((x[:, 0] > 0).all()):
+            y = y + skipped
+        return self.third(y + F.one_hot(largest, 12) + fixed)
+
+
+def test_an_input_of_a_stage_that_gets_no_gradient() -> None:
+    """pytorch#152827: a stage whose input produces no gradient, or not for each micro-batch, is an error."""
+    torch.manual_seed(0)
+    model, batch = Skips().double(), numbers(8, (12,)).tensors
+    batch[0][:, 0] = torch.tensor([1, 1, -1, -1, 1, 1, -1, 1])
+    task = TASKS["mlp"].with_fields(micro_batch_size=2, train_data=TensorDataset(*batch))
+    for plan in ("stages=2,cut=[second]", "stages=2,cut=[third]", "stages=3"):
+        found = in_stages(task, model, plan, lambda loop: gradients(loop, batch))
+        parts = [classified(model, tuple(column[i : i + 2] for column in batch)) for i in range(0, 8, 2)]
+        model.zero_grad()
+        (sum(parts) / 4).backward()
+        expect_gradients(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def test_an_evaluation_before_the_first_step(gpt: nn.Module) -> None:
+    """pytorch#162822: after an evaluation that comes before training, backward fails."""
+    batch, held_out = tokens(12).tensors, tokens(7, seed=3).tensors
+
+    def program(loop: Loop) -> tuple[Any, dict[str, Tensor]]:
+        loop.replica.model.eval()
+        metrics = loop.replica.executor.evaluate(lambda model, rows: {"loss": masked(model, rows)[0]}, held_out)
+        loop.replica.model.train()
+        return metrics, gradients(loop, batch)
+
+    found = in_stages(TASKS["gpt"], gpt, "stages=3", program)
+    with torch.no_grad():
+        expected = float(masked(gpt, held_out)[0])
+    assert [metrics["loss"] for metrics, _ in found] == pytest.approx([expected] * 3, abs=1e-12)
+    expect_gradients([own for _, own in found], whole_gradients(gpt, masked, batch))
+
+
+def test_statistics_of_units_that_are_computed_again_count_once() -> None:
+    """pytorch#96136: batch statistics are updated twice where a module is computed again in backward."""
+    torch.manual_seed(0)
+    model, batch = CNN().double(), numbers(12, (1, 6, 6)).tensors
+    task = TASKS["cnn"].with_fields(micro_batch_size=4)
+
+    def program(loop: Loop) -> dict[str, Tensor]:
+        gradients(loop, batch)
+        return {
+            name: buffer.clone()
+            for name, buffer in loop.replica.model.named_buffers()
+            if loop.replica.executor.counts(name)
+        }
+
+    buffers = [in_stages(task, model, f"stages=2,recompute={how}", program) for how in ("none", "units")]
+    model.train()
+    for i in range(0, 12, 4):
+        model(batch[0][i : i + 4])
+    expected = dict(model.named_buffers())
+    for found in buffers:
+        joined = {name: value for own in found for name, value in own.items()}
+        assert joined.keys() == expected.keys()
+        assert all(int(joined[name]) == 3 for name in joined if name.endswith("num_batches_tracked"))
+        for name, value in expected.items():
+            torch.testing.assert_close(joined[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_norm_is_the_whole_models(stages: int, gpt: nn.Module) -> None:
+    """torchtitan#596: each stage clips by its own norm, and a tied parameter counts once."""
+    batch = tokens(12).tensors
+    whole = whole_gradients(gpt, masked, batch)
+    norm = float(torch.stack([gradient.norm() for gradient in whole.values()]).norm())
+
+    def program(loop: Loop) -> tuple[float, dict[str, Tensor]]:
+        gradients(loop, batch)
+        found = loop.replica.norm(loop.replica.gradients)
+        loop.replica.executor.clip(norm / 2)
+        return found, {n: v.clone() for n, v in loop.replica.named(loop.replica.gradients).items()}
+
+    found = in_stages(TASKS["gpt"], gpt, f"stages={stages}", program)
+    assert [one for one, _ in found] == pytest.approx([norm] * stages, abs=1e-12)
+    halved = {name: gradient / 2 for name, gradient in whole.items()}
+    for _, own in found:
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, halved[name], rtol=1e-5, atol=1e-9, msg=name)
+
+
+def test_every_stage_knows_the_loss(gpt: nn.Module) -> None:
+    """torchtitan#547: the loss is -1 on all stages but the last one."""
+    batch = tokens(12).tensors
+
+    def program(loop: Loop) -> float:
+        loop.replica.begin_tick()
+        return loop.replica.backward(batch)
+
+    with torch.no_grad():
+        expected = float(masked(gpt, batch)[0])
+    assert in_stages(TASKS["gpt"], gpt, "stages=3", program) == pytest.approx([expected] * 3, abs=1e-12)
+
+
+def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
+    """verl#6176: a replica that has fewer micro-batches than another one leaves a collective early, and all hang."""
+    batch = tokens(7).tensors
+    task = TASKS["gpt"].with_fields(micro_batch_size=2)
+
+    def program(loop: Loop) -> dict[str, Tensor]:
+        replica = loop.worker.mesh.rows[0]
+        rows = slice(0, 6) if replica == 0 else slice(6, 7)  # three micro-batches, and one
+        loop.replica.begin_tick()
+        loop.replica.backward(tuple(column[rows] for column in batch))
+        loop.replica.mean_gradients(loop.worker.mesh.data)
+        return {name: view.clone() for name, view in loop.replica.named(loop.replica.gradients).items()}
+
+    found = in_stages(task, gpt, "stages=2", program, workers=4)
+    expect_gradients(found, whole_gradients(gpt, masked, batch))
+
+
+def test_tokens_weigh_alike_in_whichever_micro_batch_they_are(gpt: nn.Module) -> None:
+    """transformers#34242: the mean of micro-batches' means is not the mean over tokens."""
+    given, targets = tokens(12).tensors
+    targets = targets.clone()
+    targets[:6] -= targets[:6] % 3  # the first micro-batches have hardly a token that counts
+    targets[0, 0] = 1
+    batch = given, targets.clamp(min=0)
+    task = TASKS["gpt"].with_fields(micro_batch_size=None)
+    found = in_stages(task, gpt, "stages=2,micro_batches=4", lambda loop: gradients(loop, batch))
+    expect_gradients(found, whole_gradients(gpt, masked, batch))
+
+
+def test_no_stage_is_empty() -> None:
+    """DeepSpeed#5078: a cut into many stages leaves some without a parameter."""
+
+    def uneven() -> nn.Module:
+        large = [nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)]
+        return nn.Sequential(*large, *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6)))
+
+    found = trace(uneven, lambda model, x: model(x).sum(), torch.ones(2, 4))
+    for stages in range(2, len(found.cuts) + 2):
+        cuts = found.equal_cuts(stages)
+        owners = found.stages_of(cuts)
+        assert {stage for at in owners.values() for stage in at} == set(range(stages))
+    with pytest.raises(BadInput, match="places to cut the model"):
+        found.equal_cuts(len(found.cuts) + 2)
+
+
+def test_the_first_stage_holds_no_more_than_its_share() -> None:
+    """DeepSpeed#4477: the first worker's memory is that of the whole model, though stages are equal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8))).double()
+
+    def program(loop: Loop) -> tuple[int, int]:
+        held = sum(p.untyped_storage().nbytes() for p in loop.replica.model.parameters() if not is_absent(p))
+        return held, sum(part.nbytes for part in loop.replica.gradients.parts)
+
+    found = in_stages(TASKS["mlp"], model, "stages=4", program)
+    assert {held for held, _ in found} == {8 * 2 * (12 * 12 + 12)}
+    assert len({flat for _, flat in found}) == 1
+    flight = [in_flight(actions("1f1b", 4, 16, stage)) for stage in range(4)]
+    assert flight == [4, 3, 2, 1]  # micro-batches, of 16
+
+
+def test_tied_weights_stay_the_same_on_their_stages(gpt: nn.Module) -> None:
+    """piper#13: copies of a tied parameter on two stages get gradients of their own, and drift apart."""
+    batch = tokens(12).tensors
+
+    def program(loop: Loop) -> dict[str, Tensor]:
+        for _ in range(5):
+            gradients(loop, batch)
+            loop.replica.apply()
+        return {n: p.detach().clone() for n, p in loop.replica.model.named_parameters() if not is_absent(p)}
+
+    first, _, last = in_stages(TASKS["gpt"], gpt, "stages=3", program)
+    name = "tokens.weight"
+    assert torch.equal(first[name], last[name])
+    assert not torch.equal(first[name], gpt.tokens.weight)
+
+
+def test_the_unequal_stages_of_an_mlp_are_its_layers() -> None:
+    """A guard of this file: its way of running stages in threads gives one process's gradients."""
+    torch.manual_seed(0)
+    model, batch = MLP().double(), numbers(12, (12,)).tensors
+    for stages in (2, 4):
+        found = in_stages(TASKS["mlp"], model, f"stages={stages}", lambda loop: gradients(loop, batch))
+        expect_gradients(found, whole_gradients(model, classified, batch))
