@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 _PACKAGE = str(Path(__file__).parent)
 _TASKS = str(Path(_PACKAGE) / "tasks")
@@ -63,18 +65,53 @@ def traceback_of(error: BaseException) -> str:
     while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if isinstance(error, PeerLost) and trace is not None:
-        return "".join(["Traceback (most recent call last):\n", *traceback.format_list(_users_lines(error))])
+        own = [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_list(own)])
     return "".join(traceback.format_exception(type(error), error, trace or start))
 
 
-def users_line(error: BaseException) -> str:
-    """`train.py, line 12`: the innermost line of the user's program in an error's traceback; "" without one."""
-    lines = _users_lines(error)
-    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""
+class Line(NamedTuple):
+    """A line of a program. Its text is `train.py:31`."""
+
+    file: str
+    number: int
+    call: int  # which one of that line
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.number}"
+
+    @property
+    def in_words(self) -> str:
+        """`train.py, line 31`"""
+        return f"{Path(self.file).name}, line {self.number}"
 
 
-def _users_lines(error: BaseException) -> list[traceback.FrameSummary]:
-    return [line for line in traceback.extract_tb(error.__traceback__) if is_users(line.filename)]
+def users_line(error: BaseException) -> Line | None:
+    """The innermost line of the user's program in an error's traceback."""
+    found = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            found = Line(frame.f_code.co_filename, number, frame.f_lasti)
+    return found
+
+
+def calling_line() -> Line:
+    """The innermost line that runs now and is neither torch's nor this package's: the user's, or that of a library which
+    runs the user's program. Where there is none, the outermost one."""
+    frame, libraries = sys._getframe(1), _of_torch()
+    while frame.f_back is not None and _is_inner(frame.f_code.co_filename, libraries):
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+
+
+def _is_inner(file: str, libraries: tuple[str, ...]) -> bool:
+    return file.startswith(libraries) and not file.startswith(_TASKS)
+
+
+@cache
+def _of_torch() -> tuple[str, ...]:
+    """Where torch and this package lie."""
+    return tuple(f"{Path(path).parent}/" for name in ("torch", "manyhands") if (path := sys.modules[name].__file__))
 
 
 def is_users(file: str) -> bool:

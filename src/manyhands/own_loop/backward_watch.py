@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from manyhands.errors import Line, calling_line
 from manyhands.worker import Worker, current
-
-Line = tuple[str, int, int]  # (file, line, which call of that line)
-_LIBRARIES = tuple(
-    f"{Path(module.__file__).parent}/" for module in (torch, sys.modules["manyhands"]) if module.__file__
-)
 
 
 @dataclass(frozen=True)
@@ -70,19 +64,6 @@ def _forget() -> None:
             torch.autograd.backward, _installed = _behind, False
 
 
-def user_line() -> Line:
-    """The innermost frame that is not torch's or manyhands'."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
-
-
-def shown(line: Line) -> str:
-    """`train.py:31`"""
-    return f"{Path(line[0]).name}:{line[1]}"
-
-
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     """In place of torch.autograd.backward, which Tensor.backward calls, too."""
     watcher = _watcher_here()
@@ -91,7 +72,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
         return
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-    with watcher.backward_of(Roots(losses, user_line(), all(one is None for one in given))) as scale:
+    with watcher.backward_of(Roots(losses, calling_line(), all(one is None for one in given))) as scale:
         _behind(losses, grad_tensors if scale == 1 else _scaled(losses, given, scale), *args, **options)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from manyhands.errors import Line
 from manyhands.own_loop import loss_graph
-from manyhands.own_loop.backward_watch import Line, Roots, shown
+from manyhands.own_loop.backward_watch import Roots
 from manyhands.worker import Worker
 
 STEPS = 3
@@ -88,9 +89,7 @@ class FirstLosses:
 
     def _say_once(self, line: Line) -> None:
         if line not in self._sums and self.worker.rank == 0:
-            sys.stderr.write(
-                f"manyhands: {shown(line)}: the loss is a sum over rows, so the workers' gradients are added\n"
-            )
+            sys.stderr.write(f"manyhands: {line}: the loss is a sum over rows, so the workers' gradients are added\n")
 
 
 class FirstSteps:

@@ -295,7 +295,7 @@ def run_as_main(path: str, args: Sequence[str]) -> None:
             runpy.run_path(path, run_name="__main__")
         except ManyhandsError as error:
             if (place := users_line(error)) and not isinstance(error, PeerLost | WorkerFailed):
-                error.args = (f"{place}: {error}",)
+                error.args = (f"{place.in_words}: {error}",)
             raise
 
 

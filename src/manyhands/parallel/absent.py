@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from manyhands.errors import Unsupported
+from manyhands.errors import Unsupported, calling_line
 
 _NO_VALUES = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
@@ -33,7 +31,6 @@ _KINDS = {
     Tensor.is_cuda.__get__: False,  # type: ignore[attr-defined]
 }
 _MOVES = {Tensor.cpu, Tensor.cuda}
-_LIBRARY = str(Path(torch.__file__).parent)
 
 
 class AbsentRecorder(Protocol):
@@ -114,7 +111,7 @@ class Absent(Tensor):
         if func in _KINDS:
             return _KINDS[func]
         if func in _READ:
-            raise Unsupported(f"{users_line()}: this reads a value that another stage computes; {_REMEDY}")
+            raise Unsupported(f"{calling_line()}: this reads a value that another stage computes; {_REMEDY}")
         if func in _NO_VALUES:
             return _run(func, leaves, spec, _real)
         if func in _MOVES and isinstance(args[0], Absent):
@@ -126,7 +123,7 @@ class Absent(Tensor):
             result = _run(func, leaves, spec, _meta)
         except NotImplementedError as error:  # the shape depends on values
             raise Unsupported(
-                f"{users_line()}: what this gives depends on values that another stage computes; {_REMEDY}"
+                f"{calling_line()}: what this gives depends on values that another stage computes; {_REMEDY}"
             ) from error
         found = pytree.tree_map(_absent, result)
         if (recorder := getattr(_recording, "recorder", None)) is not None and tensors_of(found):
@@ -148,15 +145,6 @@ _REMEDY = "stages cannot cut a model there. Compute it from inputs that every st
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of a nested structure, in its order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def users_line() -> str:
-    """`model.py:12`, the innermost frame that is not torch's or this package's."""
-    own = str(Path(__file__).parent)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_LIBRARY, own)):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "?"
 
 
 def _run(func: Callable[..., Any], leaves: list[Any], spec: Any, to: Callable[[Any], Any]) -> Any:
@@ -204,6 +192,6 @@ def _check_writes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     target = (kwargs or {}).get("out", args[0] if in_place and args else None)
     if isinstance(target, Tensor) and not isinstance(target, Absent):
         raise Unsupported(
-            f"{users_line()}: this writes a value that another stage computes into a tensor that every stage makes for itself; make a new tensor of them "
+            f"{calling_line()}: this writes a value that another stage computes into a tensor that every stage makes for itself; make a new tensor of them "
             "(torch.cat, torch.stack, torch.where)"
         )

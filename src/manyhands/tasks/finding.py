@@ -34,7 +34,9 @@ def task_of(given: str) -> Task:
         raise
     except Exception as error:
         place = users_line(error)
-        raise BadInput(f"{name}() failed: {type(error).__name__}: {error}{f' ({place})' if place else ''}") from error
+        raise BadInput(
+            f"{name}() failed: {type(error).__name__}: {error}{f' ({place.in_words})' if place else ''}"
+        ) from error
     if not isinstance(task, Task):
         raise BadInput(f"{name}() returned {type(task).__name__}, not a manyhands.Task")
     return spec.make(task.with_fields, fields, what) if fields else task

@@ -159,7 +159,7 @@ class ElasticSimulation(Simulation):
             raise error
         cause = error.__cause__ or error
         name = type(cause).__name__
-        where = (name, users_line(cause).replace(", line ", ":"))
+        where = (name, str(users_line(cause) or ""))
         self._lose(worker_id, "memory" if isinstance(cause, MemoryError) else "error", where, f"raised {name}")
 
     def _notice(self, program: SimProgram) -> None:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.errors import BadInput, ManyhandsError, Unsupported
+from manyhands.errors import BadInput, Line, ManyhandsError, Unsupported, calling_line
 from manyhands.own_loop import loss_graph
-from manyhands.own_loop.backward_watch import Line, Roots, shown, user_line
+from manyhands.own_loop.backward_watch import Roots
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.observed.drift import DriftCheck
 from manyhands.own_loop.observed.loops import KEPT, Deal, Fed, Loops, Pass, Scale, Site
@@ -148,7 +148,7 @@ class ObservedLoop:
 
     def iterate(self, loader: DataLoader[Any], plain: Callable[[DataLoader[Any]], Iterator[Any]]) -> Iterator[Any]:
         """The script begins a pass over a loader. plain: what iterates it for one process."""
-        line = user_line()
+        line = calling_line()
         if self.own_batches:
             return self._iterate_own(plain(loader), line)
         site = Site(*line[:2], self._number_of(loader.dataset))
@@ -353,7 +353,7 @@ class ObservedLoop:
             )
         if self._given is not None:
             raise BadInput(
-                f"--own-batches is for a loop that draws its batches itself, and the DataLoader of {shown(self._given)} feeds this backward: leave it out"
+                f"--own-batches is for a loop that draws its batches itself, and the DataLoader of {self._given} feeds this backward: leave it out"
             )
         self._prepare()
         self.backward = Backward(1.0, 1.0, True)
@@ -422,9 +422,9 @@ class ObservedLoop:
         self._decided_in[roots.line] = batch
         again = self.loops.decided(fed, roots.line, scale)
         if isinstance(found, Scale):
-            where = shown(fed.passes[0].site.where)
+            where = fed.passes[0].site.where
             self.say(
-                f"{shown(roots.line)}: the loss is a {found.value} over rows; the rows of {where} are shared by {self.worker.size} workers"
+                f"{roots.line}: the loss is a {found.value} over rows; the rows of {where} are shared by {self.worker.size} workers"
             )
         elif not again:
             raise Unsupported(
@@ -471,7 +471,7 @@ class ObservedLoop:
 
     def share(self, rows: Any) -> Any:
         """`mh.share` in an observed loop."""
-        line = user_line()
+        line = calling_line()
         site = Site(*line[:2], 0)
         found = next((one for one in self._dealers if one.site == site), None)
         if found is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from manyhands.own_loop.backward_watch import Line
+from manyhands.errors import Line
 
 KEPT = 4  # of a pass's newest batches; a script may fetch some ahead of the backward
 PROBES = 4  # so many batches are tried at most until a loss is known to be a mean or a sum
@@ -39,7 +39,7 @@ class Site:
 
     @property
     def where(self) -> Line:
-        return self.file, self.line, 0
+        return Line(self.file, self.line, 0)
 
 
 @dataclass

@@ -171,7 +171,8 @@ class Observed:
         except Exception as error:
             if (refusal := loop.explain(error)) is None:
                 raise
-            raise Unsupported(f"{users_line(error)}: {refusal}") from error
+            place = users_line(error)
+            raise Unsupported(f"{place.in_words if place else ''}: {refusal}") from error
 
 
 @contextmanager
