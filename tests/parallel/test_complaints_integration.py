@@ -266,6 +266,48 @@ def test_tied_weights_stay_the_same_on_their_stages(gpt: nn.Module) -> None:
     assert not torch.equal(first[name], gpt.tokens.weight)
 
 
+class TiedTypes(nn.Module):
+    """Two tied parameters of one type and one of another, which the stages meet in other orders; of few rows the last one
+    uses one type alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.narrow = nn.Linear(12, 12).double(), nn.Linear(12, 12)
+        self.wide, self.second = nn.Linear(12, 12).double(), nn.Linear(12, 12)
+        self.again, self.head = nn.Linear(12, 12), nn.Linear(12, 5).double()
+        self.wide_again, self.idle = nn.Linear(12, 12).double(), nn.Linear(12, 12).double()
+        self.again.weight, self.wide_again.weight = self.narrow.weight, self.wide.weight
+        self.wide_again.bias = self.wide.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(torch.tanh(self.narrow(self.first(x).float())).double())
+        x = torch.tanh(self.second(x.float()))
+        x = self.again(x).double()
+        return self.head(torch.tanh(self.wide_again(x) if len(x) > 5 else x))
+
+
+@pytest.mark.parametrize("rows", [10, 4])
+def test_tied_weights_of_several_types(rows: int) -> None:
+    """A stage that got no gradient of a tied parameter steps it as those do that got one."""
+    torch.manual_seed(0)
+    model, batch = TiedTypes(), numbers(rows, (12,)).tensors
+
+    def program(loop: Loop) -> tuple[dict[str, Tensor], int, set[str]]:
+        executor: Any = loop.replica.executor
+        found = gradients(loop, batch)
+        stepped = {name for name, p in loop.replica.model.named_parameters() if p.grad is not None}
+        return found, len(executor._tied), stepped
+
+    found = in_stages(TASKS["mlp"], model, "stages=3,cut=[second,again]", program)
+    expected = whole_gradients(model, classified, batch)
+    for own, _, stepped in found:
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6, msg=name)
+        assert stepped == own.keys() - {"idle.weight", "idle.bias"}
+    assert {"wide.weight", "wide.bias", "narrow.weight"} <= found[0][2] & found[2][2]
+    assert [messages for _, messages, _ in found] == [2, 0, 2]  # one for each type
+
+
 def test_the_unequal_stages_of_an_mlp_are_its_layers() -> None:
     """A guard of this file: its way of running stages in threads gives one process's gradients."""
     torch.manual_seed(0)

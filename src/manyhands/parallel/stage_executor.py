@@ -48,6 +48,26 @@ class StagePlace:
         return [channel for channel in (self.before, self.after) if channel is not None]
 
 
+@dataclass(frozen=True)
+class _TiedGradients:
+    """Of the parameters of one dtype that the same stages hold."""
+
+    group: Group  # of these stages' workers
+    numbers: list[int]  # of the parameters' bits in a mask
+    gradients: list[Tensor]  # views of the shards' gradients
+
+    def add_up(self, grad_mask: int) -> int:
+        """Each stage's gradients become the sum over the stages; the mask of the parameters that got one on any of them. A
+        collective of these stages, and one message."""
+        flags = self.gradients[0].new_tensor([float(grad_mask >> number & 1) for number in self.numbers])
+        sent = torch.cat([*(gradient.reshape(-1) for gradient in self.gradients), flags])
+        self.group.all_reduce_(sent)
+        *sums, got = sent.split([*(gradient.numel() for gradient in self.gradients), len(flags)])
+        for gradient, summed in zip(self.gradients, sums, strict=True):
+            gradient.copy_(summed.view(gradient.shape))
+        return grad_mask | sum(1 << number for number, flag in zip(self.numbers, got.tolist(), strict=True) if flag)
+
+
 class StageExecutor(AutogradExecutor):
     """A stage of the task's model. Gradients are those of the mean over all of the replica's rows.
 
@@ -123,7 +143,19 @@ class StageExecutor(AutogradExecutor):
         self._got = 0  # bits: the parameters that got a gradient in this tick
         for number, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(partial(self._note_gradient, 1 << number))
+        self._tied = list(self._tied_gradients())
         self.program = StageProgram(self.model, self._cuts, self.place.stage, self._recomputed)
+
+    def _tied_gradients(self) -> Iterator[_TiedGradients]:
+        """In the same order on all of their stages, whatever else each holds."""
+        for stages, group in self.place.tied.items():
+            for shard in sorted(self.shards, key=lambda shard: str(shard.layout.dtype)):
+                layout = shard.layout
+                views = zip(layout.names, layout.numbers, layout.views(shard.gradients), strict=True)
+                shared = sorted((name, number, view) for name, number, view in views if self.stages_of[name] == stages)
+                if shared:
+                    _, numbers, gradients = zip(*shared, strict=True)
+                    yield _TiedGradients(group, list(numbers), list(gradients))
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -209,7 +241,9 @@ class StageExecutor(AutogradExecutor):
             torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
         ).tolist()
         grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
-        grad_mask = self._add_tied(grad_mask)
+        for tied in self._tied:
+            grad_mask = tied.add_up(grad_mask)
+        self.show_gradients(grad_mask)
         return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
 
     @contextmanager
@@ -238,24 +272,6 @@ class StageExecutor(AutogradExecutor):
     @property
     def _device(self) -> torch.device:
         return self.shards[0].layout.device
-
-    def _add_tied(self, grad_mask: int) -> int:
-        """Gradients of parameters that several stages hold are added up; all of these then step alike."""
-        for stages, group in self.place.tied.items():
-            for shard in self.shards:
-                layout = shard.layout
-                views = layout.named(shard.gradients)
-                for name, number in zip(layout.names, layout.numbers, strict=True):
-                    if self.stages_of[name] != stages:
-                        continue
-                    got = torch.tensor([float(grad_mask >> number & 1)])
-                    group.all_reduce_(got)
-                    flat = views[name].reshape(-1)
-                    group.all_reduce_(flat)
-                    views[name].copy_(flat.view(views[name].shape))
-                    grad_mask |= int(bool(got)) << number
-        self.show_gradients(grad_mask)
-        return grad_mask
 
     @override
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
