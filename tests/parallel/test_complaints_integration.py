@@ -8,49 +8,21 @@ Those that another test covers as they are stand in that test's docstring: pytor
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from stage_models import CNN, GPT, MLP, TASKS, classified, masked, numbers, tokens
+from stage_threads import in_stages
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import manyhands as mh
 from manyhands.errors import BadInput
 from manyhands.parallel.build import is_absent
-from manyhands.parallel.mesh import mesh_of
 from manyhands.parallel.schedules import actions, in_flight
-from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.trace import trace
-from manyhands.strategies import strategy_of
-from manyhands.testing.threads import together
 from manyhands.training.loop import Loop
-from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker_main import make_loop
-from manyhands.worker import Worker
-
-T = TypeVar("T")
-
-
-def in_stages(task: mh.Task, model: nn.Module, plan: str, program: Callable[[Loop], T], workers: int = 0) -> list[T]:
-    """`program` on the loop of each worker, before its first step. Workers are threads; the task's model is a copy of
-    this one."""
-    spec = ModelParallel.of(plan)
-    assert spec is not None
-
-    def run(worker: Worker) -> T:
-        worker.mesh = mesh_of(worker, spec.stages)
-        own = task.with_fields(model=copy.deepcopy(model))
-        loop = make_loop(WorkerPlan(task=own, strategy=strategy_of("allreduce"), model_parallel=spec), worker)
-        try:
-            return program(loop)
-        finally:
-            loop.train_feed.close()
-
-    return together(workers or spec.stages, run)
 
 
 def gradients(loop: Loop, batch: Any) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_models import BATCH, LENGTH, MICRO, TASKS, WIDTH
+from stage_models import BATCH, CNN, LENGTH, MICRO, TASKS, WIDTH
 from torch import Tensor
 
 import manyhands as mh
@@ -143,6 +143,28 @@ def test_units_that_are_computed_again_have_the_same_bits(name: str, stages: int
 def test_blocks_that_are_computed_again() -> None:
     """torch.utils.checkpoint, and a view of what was transposed and made contiguous."""
     expect_alike(trained("checkpointed", 3, "stages=3"), trained("checkpointed", 1, None))
+
+
+def compiled() -> torch.nn.Module:
+    model = CNN().double()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.parametrize(
+    "plan", ["cut=[blocks.1]", "cut=[head]", "cut=[blocks.0.norm2]", "cut=[blocks.2],recompute=units"]
+)
+def test_compiled_blocks(plan: str) -> None:
+    """Before, in and after a stage; the third cut is crossed by a value that a function gives."""
+    task = TASKS["cnn"].with_fields(model=compiled, max_steps=4, schedule=None)
+    runs = [
+        mh.train(task, workers=workers, engine="local", model_parallel=plan, threads_per_worker=1)
+        for workers, plan in ((2, f"stages=2,{plan}"), (1, None))
+    ]
+    expect_alike(*runs)
 
 
 def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:

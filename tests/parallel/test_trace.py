@@ -163,6 +163,40 @@ def test_masks_that_are_there_may_index() -> None:
     assert [cut.name for cut in of_model(lambda: Calls(body), ROWS).cuts] == ["second", "third"]
 
 
+def test_a_loss_that_itself_reads_most_of_the_parameters() -> None:
+    def penalised(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum() + sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(Unsupported, match=r"test_trace\.py:\d+: the loss reads first\.weight and other .*weight_decay"):
+        trace(lambda: Calls(plain), penalised, ROWS)
+
+
+def test_a_loss_that_itself_reads_one_parameter_holds_it_too() -> None:
+    """As an output that is tied to an embedding is computed by some losses."""
+    found = trace(lambda: Calls(plain), lambda model, x: (model(x) @ model.third.weight * model.first.bias).sum(), ROWS)
+    owners = found.stages_of(found.chosen(["second", "third"]))
+    assert owners["first.bias"] == (0, 2)
+    assert owners["third.weight"] == (2,)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_is_one_module() -> None:
+    torch.manual_seed(0)
+
+    def compiled() -> nn.Module:
+        model = CNN()
+        for i in range(3):
+            model.blocks[i] = torch.compile(model.blocks[i], backend="eager")
+        return model
+
+    found = of_model(compiled, torch.ones(2, 1, 6, 6))
+    assert [cut.name for cut in found.cuts] == ["blocks", "blocks.1", "blocks.2", "head"]
+    cuts = found.chosen(["blocks.1", "head"])
+    assert found.stages_of(cuts)["blocks.1._orig_mod.conv1.weight"] == (1,)
+    assert found.stage_of("blocks.0._orig_mod.norm1.running_mean", cuts) == 0
+    assert found.stage_of("blocks.2._orig_mod.norm2.running_var", cuts) == 1
+
+
 def test_a_loss_that_calls_the_model_twice() -> None:
     with pytest.raises(Unsupported, match="the loss calls the model 2 times"):
         trace(lambda: Calls(plain), lambda model, batch: model(batch).sum() + model(batch).mean(), ROWS)

@@ -20,7 +20,7 @@ from manyhands.errors import Unsupported
 from manyhands.parallel.absent import Absent, tensors_of
 from manyhands.parallel.build import buffers_kept, without_parameters
 from manyhands.parallel.marks import noted
-from manyhands.parallel.trace import Cut, Numbering, ValuePlace, around_of
+from manyhands.parallel.trace import Cut, Numbering, ValuePlace, around_of, seen_modules, uncompiled
 
 _REMEDY = "a stage must call the same modules in the same order for every batch: cut elsewhere, or train without stages"
 
@@ -129,7 +129,7 @@ class StageProgram:
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        modules = dict(self.model.named_modules())
+        modules = seen_modules(self.model)
         outputs = {place.module for place in self._places if place.kind == "output"}
         around = {name for cut in (self.begin, self.end) if cut is not None for name in around_of(cut.name)}
         for name, module in modules.items():
@@ -189,6 +189,7 @@ class StageProgram:
             if key not in self._shapes:
                 with (
                     without_parameters(module),
+                    uncompiled(module),
                     torch.no_grad(),
                 ):  # tied ones that are here, too; buffers are others' to write
                     output = forward(*args, **kwargs)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from manyhands import rng, units
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput, Line, Unsupported, calling_line
 from manyhands.parallel.absent import Absent, recorded, tensors_of
 from manyhands.parallel.build import build, tied_names, without_parameters
 from manyhands.parallel.marks import noted
@@ -75,7 +76,7 @@ class ModelTrace:
             why = self.refused.get(
                 name, "the model has no such module" + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
-            raise BadInput(f"cut={name}: {why}. Stages may begin at {self._listed()}")
+            raise BadInput(f"cut={name}: {why}{'' if why.endswith('?') else '.'} Stages may begin at {self._listed()}")
         found = [by_name[name] for name in names]
         if any(a.time >= b.time for a, b in pairwise(found)):
             raise BadInput(
@@ -140,13 +141,53 @@ class ModelTrace:
 def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Any], batch: Any) -> ModelTrace:
     """Run `loss` on one micro-batch with all parameters absent. Neither the random stream nor a given module changes.
 
-    Unsupported, with file and line, for a program that reads values of which a stage has none.
+    Unsupported, with file and line, for a program that reads values of which a stage has none, and for a loss that itself
+    reads most of the parameters.
     """
     with rng.kept():
         if isinstance(model, nn.Module):
             with without_parameters(model) as bare:
                 return _traced(bare, loss, batch)
         return _traced(build(model, draws=False), loss, batch)
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Unsupported for a model whose module calls nobody sees, because all of it is compiled, or a module in place."""
+    if _is_compiled(model):
+        raise Unsupported(
+            "model_parallel: the model is compiled as a whole (torch.compile(model)), and stages are spans of its modules' calls: compile blocks, "
+            "model.blocks[i] = torch.compile(model.blocks[i])"
+        )
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            what = f"the module {name} is" if name else "the model is"
+            raise Unsupported(
+                f"model_parallel: {what} compiled in place (.compile()), and so are the hooks by which stages see its calls: compile blocks by "
+                "torch.compile, model.blocks[i] = torch.compile(model.blocks[i])"
+            )
+
+
+def seen_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Its modules by name, but for those within one that torch.compile made: they run as one."""
+    found: dict[str, nn.Module] = {}
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{one}.") for one in compiled):
+            continue
+        found[name] = module
+        if _is_compiled(module):
+            compiled.append(name)
+    return found
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Within, modules that torch.compile made run as they are written: no compiler takes absent tensors."""
+    compiled = any(map(_is_compiled, model.modules()))
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__module__ == "torch._dynamo.eval_frame"  # which takes a second to import
 
 
 @dataclass
@@ -169,6 +210,8 @@ class _Record:
     of_parameters: dict[str, list[int]] = field(default_factory=dict)
     outputs: dict[int, list[tuple[str, int, str, int]]] = field(default_factory=dict)  # (module, leaf, around, when)
     results: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # (module, number, leaf)
+    depth: int = 0  # of module calls under way; 0: the program is in the loss itself
+    of_loss: dict[str, Line] = field(default_factory=dict)  # parameters that the loss itself reads, and where first
 
     def call(self, name: str, arguments: Any, *, marked: bool = False) -> None:
         self.time += 1
@@ -186,6 +229,8 @@ class _Record:
             self.last_use[id(absent)] = self.time
         else:
             self.of_parameters.setdefault(absent.parameter, []).append(self.time)
+            if not self.depth and absent.parameter not in self.of_loss:
+                self.of_loss[absent.parameter] = calling_line()
 
 
 @dataclass
@@ -233,7 +278,8 @@ class Numbering(TorchFunctionMode):
 
 
 def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> ModelTrace:
-    record, modules = _Record(), dict(model.named_modules())
+    check_not_compiled(model)
+    record, modules = _Record(), seen_modules(model)
     names = {module: name for name, module in modules.items()}
 
     def came_out(module: str, number: int, result: Any) -> None:
@@ -245,10 +291,12 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         record.call(names[module], (args, kwargs))
+        record.depth += 1
         numbering.enter(names[module])
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         numbering.leave()
+        record.depth -= 1
         for leaf, value in enumerate(tensors_of(output)):
             if isinstance(value, Absent):
                 record.outputs.setdefault(id(value), []).append((names[module], leaf, numbering.body, record.time))
@@ -266,7 +314,7 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
             module.register_forward_hook(after, with_kwargs=True),
         ]
     try:
-        with recorded(record), noted(marked), numbering:
+        with recorded(record), noted(marked), uncompiled(model), numbering:
             loss(model, batch)
     finally:
         for handle in handles:
@@ -276,11 +324,12 @@ def _traced(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any)
         raise Unsupported(
             f"the loss calls the model {units.count(calls[''], 'time')}, and a stage is a span of one call: call it once, on all that it needs"
         )
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    _check_penalty(record.of_loss, sizes)
     cuts, refused = _cuts(record, calls, modules)
     uses = {name: tuple(sorted(set(record.of_parameters.get(name, [])))) for name, _ in model.named_parameters()}
     first = {call.name: call.time for call in reversed(record.calls)}
-    buffers = {name: first.get(name.rpartition(".")[0], 0) for name, _ in model.named_buffers()}
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    buffers = {name: first.get(_nearest(name, modules), 0) for name, _ in model.named_buffers()}
     kinds = tuple((call.time, _kind(modules.get(call.name), call.arguments)) for call in record.calls)
     return ModelTrace(tuple(cuts), refused, uses, sizes, tied_names(model), buffers, kinds)
 
@@ -289,6 +338,18 @@ def _kind(module: nn.Module | None, arguments: list[Tensor]) -> str:
     """Of a call; two that are alike cost the same."""
     given = [f"{list(value.shape)} {value.dtype}" for value in arguments]
     return f"{type(module).__name__}({'' if module is None else module.extra_repr()}) {given}"
+
+
+def _check_penalty(of_loss: dict[str, Line], sizes: dict[str, int]) -> None:
+    """Unsupported for a loss that itself reads most of the parameters: the stage that computes it would hold them all."""
+    read = sum(sizes.get(name, 0) for name in of_loss)
+    if 2 * read <= sum(sizes.values()):
+        return
+    name, line = next(iter(of_loss.items()))
+    raise Unsupported(
+        f"{line}: the loss reads {name} and other parameters itself, {read:,} numbers of {sum(sizes.values()):,}, and a stage holds its own alone. A penalty on "
+        "weights is the optimizer's weight_decay; another term belongs into the forward of the module that has the parameter"
+    )
 
 
 def _cuts(record: _Record, calls: Counter[str], modules: dict[str, nn.Module]) -> tuple[list[Cut], dict[str, str]]:
@@ -346,6 +407,11 @@ def _place(record: _Record, value: Absent, call: _Call) -> ValuePlace | None:
             return ValuePlace("output", module, leaf)
     found = record.results.get(id(value))
     return ValuePlace("result", found[0], found[2], found[1]) if found is not None and found[0] in around else None
+
+
+def _nearest(name: str, modules: dict[str, nn.Module]) -> str:
+    """Of these modules the innermost one in which a buffer lies."""
+    return next(one for one in sorted(around_of(name), key=len, reverse=True) if one in modules)
 
 
 def around_of(name: str) -> set[str]:

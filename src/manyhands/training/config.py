@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from manyhands import units
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.feed import check_kind, check_partition
@@ -21,6 +22,7 @@ from manyhands.engines.torchrun.launchers import restart_count
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
 from manyhands.own_loop.argument_checks import check_launch
 from manyhands.parallel.spec import ModelParallel
+from manyhands.parallel.trace import check_not_compiled
 from manyhands.replica.layout import layouts_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
@@ -83,11 +85,47 @@ class TrainConfig:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         check_launch(self.strategy, self.engine, self.count, servers)
-        if self.model_parallel is not None:
-            check_model_parallel(self)
+        self._check_model_parallel()
         self._check_worker_callback()
         batch_size, stream = self._check_data()
+        self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
+
+    def _check_model_parallel(self) -> None:
+        """That a replica may span several workers."""
+        spec, strategy, task = self.model_parallel, self.strategy, self.task
+        if spec is None:
+            return
+        spec.check(self.count)
+        if why := strategy.whole_replicas():
+            raise Unsupported(
+                f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}: use plain allreduce, local-sgd or diloco, or leave "
+                "model_parallel out"
+            )
+        if self.engine.capabilities.simulated:
+            raise Unsupported(
+                f"model_parallel: engine {self.engine.name} does not play stages yet: use engine local, hosts or torchrun"
+            )
+        if task.executor is not None or task.worker_callback is not None:
+            raise Unsupported(
+                "model_parallel: the task makes its steps by an executor or a callback of its own, as Keras models do, and stages are spans of a torch model: leave model_parallel out"
+            )
+        if isinstance(task.model, nn.Module):
+            check_not_compiled(task.model)
+        if self.survive is not None and not self.survive.restarts_only:
+            raise Unsupported(
+                'model_parallel: a replica of several workers cannot go on without one of them yet: give max_restarts alone (survive="max_restarts=3"), or leave survive out'
+            )
+
+    def _check_micro_batches(self, batch_size: int) -> None:
+        """That each of a replica's micro-batches has a row."""
+        wanted = None if self.model_parallel is None else self.model_parallel.micro_batches
+        most = -(-batch_size // self.replicas)
+        if wanted is not None and wanted > most:
+            raise BadInput(
+                f"model_parallel: micro_batches={wanted} is more than the {units.count(most, 'row')} that a replica gets of a global batch: give at most {most}, "
+                "or raise batch_size"
+            )
 
     def _check_survive(self, batch_size: int, stream: bool) -> None:
         """That the run can go on as it is to. stream: the training data is one; a function's is known to workers alone."""
@@ -171,27 +209,6 @@ class TrainConfig:
                     if self.partition == "fixed":
                         check_partition(source, self.replicas, self.task.order is not None)
         return global_batch(self.task, self.replicas, own), stream
-
-
-def check_model_parallel(config: TrainConfig) -> None:
-    """Raise BadInput or Unsupported for what cannot go with a replica of several workers."""
-    spec, strategy, task = config.model_parallel, config.strategy, config.task
-    assert spec is not None
-    spec.check(config.count)
-    if why := strategy.whole_replicas():
-        raise Unsupported(f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}")
-    if config.engine.capabilities.simulated:
-        raise Unsupported(
-            f"model_parallel: engine {config.engine.name} does not play stages yet: use engine local, hosts or torchrun"
-        )
-    if task.executor is not None or task.worker_callback is not None:
-        raise Unsupported(
-            "model_parallel: the task makes its steps by an executor or a callback of its own, as Keras models do, and stages are spans of a torch model: leave model_parallel out"
-        )
-    if config.survive is not None and not config.survive.restarts_only:
-        raise Unsupported(
-            'model_parallel: a replica of several workers cannot go on without one of them yet: give max_restarts alone (survive="max_restarts=3"), or leave survive out'
-        )
 
 
 def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
