@@ -85,13 +85,13 @@ class TrainConfig:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         check_launch(self.strategy, self.engine, self.count, servers)
-        self._check_model_parallel()
+        self.check_model_parallel()
         self._check_worker_callback()
         batch_size, stream = self._check_data()
         self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
 
-    def _check_model_parallel(self) -> None:
+    def check_model_parallel(self) -> None:
         """That a replica may span several workers."""
         spec, strategy, task = self.model_parallel, self.strategy, self.task
         if spec is None:

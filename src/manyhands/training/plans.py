@@ -28,7 +28,7 @@ from manyhands.parallel.spec import ModelParallel
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
-from manyhands.training.config import TrainConfig, check_model_parallel, task_from
+from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.planning import measure
 
 LOG = logging.getLogger("manyhands")
@@ -202,7 +202,7 @@ def with_plan(
             f"model_parallel={AUTO} measures the model with engine local, and this run has engine {config.engine.name}: make a plan with `manyhands plan`, "
             "and give its file"
         )
-    check_model_parallel(replace(config, model_parallel=ModelParallel()))
+    replace(config, model_parallel=ModelParallel()).check_model_parallel()
     if auto:
         found = plans_for(config, memory_per_worker, threads)
         LOG.warning("%s", found.text())
@@ -212,7 +212,7 @@ def with_plan(
     if spec.stages == 1:
         return config, predicted
     planned = replace(config, model_parallel=spec)
-    check_model_parallel(planned)
+    planned.check_model_parallel()
     return planned, predicted
 
 
