@@ -69,6 +69,14 @@ class DriverClient(ABC):
     def computed(self, rows: int) -> None:  # noqa: B027
         """A gradient over so many rows was computed. Where time is simulated it passes here; elsewhere it has passed."""
 
+    def begin_passes(self, rows: int, stage: int, sizes: Sequence[int]) -> Callable[[bool, float], None]:
+        """A gradient over a replica's rows begins, of which this worker computes a stage, a micro-batch at a time.
+
+        sizes: how many parameters each stage uses. What comes back is called after each pass, with whether it went forward
+        and with the micro-batch's share of the rows. Where time is simulated it passes there; `computed` then adds nothing.
+        """
+        return lambda forward, share: None
+
     def after_backward(self, action: Callable[[], None]) -> None:
         """Called inside a backward: do this at its end, before `backward()` returns. It may call the group."""
         torch.autograd.Variable._execution_engine.queue_callback(action)

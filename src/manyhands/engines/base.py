@@ -64,6 +64,7 @@ class LaunchSpec:
     survive: Survive | None = None  # what losses the program goes on after: it must join groups, see `Worker.join`
     restarts: bool = False  # whether another launch of the same run may follow where this one fails
     generation: int = 0  # the first one, of a run that was started again
+    stages: int = 1  # of neighbouring ranks, that hold one replica together
     fired: Collection[str] = ()  # faults that have happened in earlier launches of this run
     rejoins: bool = True  # whether a worker whose process is started again can take part: not in a training
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from manyhands.errors import BadInput
 from manyhands.parallel.absent import Absent
 
 _DRAWS = frozenset(
@@ -27,15 +29,24 @@ def build(make: Callable[[], nn.Module], held: Collection[str] = (), *, draws: b
     were there; without `draws` nothing is drawn for what is absent, which is quicker.
 
     held: names, any of a tied parameter's. Memory is for what is held and one parameter besides. Two calls
-    of `make` are needed where something is held, since a parameter has no name yet when it is registered.
+    of `make` are needed where something is held, since a parameter has no name yet when it is registered. Of a module that
+    was there before, `make` gives a copy. Raises BadInput where only a part of it was.
     """
     state = torch.get_rng_state()
     model = _build(make, frozenset(), draws)
-    if not held:
-        return model
-    numbers = {p._number for name, p in _every_name(model) if name in held}  # type: ignore[attr-defined]
-    torch.set_rng_state(state)
-    return _build(make, numbers, draws)
+    every = _every_name(model)
+    if every and not any(hasattr(p, "_number") for _, p in every):
+        return take_away(copy.deepcopy(model), held)
+    if held and all(hasattr(p, "_number") for _, p in every):
+        numbers = {p._number for name, p in every if name in held}  # type: ignore[attr-defined]
+        torch.set_rng_state(state)
+        model = _build(make, numbers, draws)
+    if old := [name for name, p in _every_name(model) if not hasattr(p, "_number") or (name in held and is_absent(p))]:
+        raise BadInput(
+            f"model() gave a model with parameters of an earlier call, such as {old[0]}, and a stage builds its part of them: make all layers "
+            "inside of model() each time, or give the model itself instead of a function"
+        )
+    return model
 
 
 def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:

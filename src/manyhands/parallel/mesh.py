@@ -41,4 +41,6 @@ def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
     before, after = channel(stage - 1), channel(stage)
     holders = sorted({stages for stages in trace.stages_of(cuts).values() if len(stages) > 1 and stage in stages})
     tied = {stages: worker.make_group([first + one for one in stages]) for stages in holders}
-    return StagePlace(stage=stage, members=members, before=before, after=after, tied=tied)
+    return StagePlace(
+        stage=stage, members=members, before=before, after=after, tied=tied, driver=worker.driver, clock=worker.clock
+    )

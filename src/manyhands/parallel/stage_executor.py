@@ -25,6 +25,7 @@ from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.process_memory import giving_back
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
+from manyhands.worker import DriverClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,9 @@ class StagePlace:
     after: StageChannel | None
     tied: Mapping[tuple[int, ...], Group]
     """By the stages that hold the same parameters, this one among them."""
+    driver: DriverClient
+    clock: Callable[[], float]
+    """The worker's, in seconds."""
 
     @property
     def stages(self) -> int:
@@ -75,6 +79,8 @@ class StageExecutor(AutogradExecutor):
     as `AutogradExecutor` does it. Parameters of other stages are absent, and no optimizer steps them.
     """
 
+    times_passes = True
+
     def __init__(
         self,
         task: Task,
@@ -107,6 +113,12 @@ class StageExecutor(AutogradExecutor):
             raise BadInput(
                 f"stage {place.stage} would have none of the model's {len(trace.uses)} parameters: cut elsewhere, or give fewer stages"
             )
+        self._sizes = [
+            sum(trace.sizes[name] for name, stages in self.stages_of.items() if stage in stages and trace.uses[name])
+            for stage in range(place.stages)
+        ]
+        """How many parameters each stage uses; one that several use counts for each of them."""
+        self._computed_s = self._communicated_s = 0.0  # of the newest backward
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +185,10 @@ class StageExecutor(AutogradExecutor):
         )
 
     @override
+    def communicated_s(self) -> float:
+        return self._communicated_s
+
+    @override
     def ledgers(self) -> list[Ledger]:
         return [
             *(channel.ledger for channel in self.place.channels),
@@ -218,13 +234,16 @@ class StageExecutor(AutogradExecutor):
         rows = 0 if batch is None else rows_of(batch)
         pieces = list(micro_batches_of(rows, self._micro_batches, self._micro)) if rows else []
         under_way: dict[int, StagePass] = {}
-        summed = total = 0.0
+        summed = total = self._computed_s = 0.0
+        began = self.place.clock()
+        passed = self.place.driver.begin_passes(rows, self.place.stage, self._sizes)
         for action in actions(self._schedule, self.place.stages, len(pieces), self.place.stage):
+            start, stop = pieces[action.micro]
+            share = (stop - start) / rows
             with self._named(action, len(pieces)):
                 if action.forward:
-                    start, stop = pieces[action.micro]
                     part = slice_rows(batch, start, stop) if len(pieces) > 1 else batch
-                    under_way[action.micro] = own = self._span(self._task.loss, part)
+                    under_way[action.micro] = own = self._span(self._task.loss, part, partial(passed, True, share))
                     if self.place.after is None:
                         mean, weight = self._measured(own.result, stop - start)
                         own.values = [mean * weight if weight and len(pieces) > 1 else mean] if weight else []
@@ -233,18 +252,31 @@ class StageExecutor(AutogradExecutor):
                 else:
                     own = under_way.pop(action.micro)
                     back = self.place.after.receive(self._device) if self.place.after is not None else None
-                    ones = [Sent(torch.ones_like(value)) for value in own.values]
-                    gradients = own.backward(ones if back is None else back)
+                    with self._computing():
+                        ones = [Sent(torch.ones_like(value)) for value in own.values]
+                        gradients = own.backward(ones if back is None else back)
+                        if self._recomputed:
+                            passed(True, share)
+                        passed(False, share)
                     if self.place.before is not None:
                         self.place.before.send("back", gradients)
         summed, total, stops = self.reduce(
             torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
         ).tolist()
-        grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
+        with self._computing():
+            grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
         for tied in self._tied:
             grad_mask = tied.add_up(grad_mask)
         self.show_gradients(grad_mask)
+        self._communicated_s = self.place.clock() - began - self._computed_s
         return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """What passes within counts as computing."""
+        began = self.place.clock()
+        yield
+        self._computed_s += self.place.clock() - began
 
     @contextmanager
     def _named(self, action: Action, micro_batches: int) -> Iterator[None]:
@@ -259,12 +291,16 @@ class StageExecutor(AutogradExecutor):
             error.add_note(f"manyhands: {where} (both count from 0)")
             raise
 
-    def _span(self, function: Callable[[nn.Module, Any], Any], rows: Any) -> StagePass:
-        """This stage's part of `function(model, rows)`, between its neighbours."""
+    def _span(
+        self, function: Callable[[nn.Module, Any], Any], rows: Any, passed: Callable[[], None] = lambda: None
+    ) -> StagePass:
+        """This stage's part of `function(model, rows)`, between its neighbours. passed: called once it is computed."""
         before, after = self.place.before, self.place.after
         received = [] if before is None else before.receive(self._device)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            own = self.program.run(function, rows, received)
+        with self._computing():
+            with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
+                own = self.program.run(function, rows, received)
+            passed()
         if after is not None:
             after.send("forward", own.sent())
         return own

@@ -58,6 +58,8 @@ class StepExecutor(ABC):
     """Whether gradients are there to be exchanged; a kernel moves parameters without any."""
     stop: bool = False
     """Whether this worker wants all to stop: `backward` tells the others that hold its replica."""
+    times_passes: bool = False
+    """Whether it reports each pass to the driver itself, see `DriverClient.begin_passes`."""
     sharded: ShardedUpdate | None = None
     """Where each worker steps its part of the parameters: see `shard_update`."""
 
@@ -97,6 +99,11 @@ class StepExecutor(ABC):
 
     def waited_s(self) -> float:
         """Seconds that this worker waited otherwise than in the groups of `Mesh`, so far."""
+        return 0.0
+
+    def communicated_s(self) -> float:
+        """Seconds of the newest `backward` in which this worker did not compute: it waited for those that hold the replica
+        with it, or their messages were under way."""
         return 0.0
 
     def ledgers(self) -> list[Ledger]:

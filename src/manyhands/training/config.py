@@ -102,10 +102,6 @@ class TrainConfig:
                 f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}: use plain allreduce, local-sgd or diloco, or leave "
                 "model_parallel out"
             )
-        if self.engine.capabilities.simulated:
-            raise Unsupported(
-                f"model_parallel: engine {self.engine.name} does not play stages yet: use engine local, hosts or torchrun"
-            )
         if task.executor is not None or task.worker_callback is not None:
             raise Unsupported(
                 "model_parallel: the task makes its steps by an executor or a callback of its own, as Keras models do, and stages are spans of a torch model: leave model_parallel out"

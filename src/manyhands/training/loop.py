@@ -95,7 +95,7 @@ class _Turn:
     middle: float  # before its exchange
     apply_s: float  # of all ticks before it
     wait_s: float
-    stage_wait_s: float  # in its backward, for other stages
+    communicated_s: float  # in its backward
 
 
 class Loop:
@@ -371,11 +371,11 @@ class Loop:
         self.plan.strategy.before_backward(replica, worker, self.state)
         begun = clock()
         loss = replica.backward(part.batch)
-        worker.driver.computed(0 if replica.skip else part.rows)
+        worker.driver.computed(0 if replica.skip or replica.executor.times_passes else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.staleness is not None:
             self.staleness.before(replica.parameters, replica.gradients)
-        middle, stage_wait_s = clock(), self._waited_s() - wait_s
+        middle = clock()
         turn = self._turn = _Turn(
             part,
             tick,
@@ -391,7 +391,7 @@ class Loop:
             middle,
             apply_s,
             wait_s,
-            stage_wait_s if worker.mesh.model.size > 1 else 0.0,
+            replica.executor.communicated_s(),
         )
         worker.driver.progress("exchange", replica.step)
         try:
@@ -422,8 +422,8 @@ class Loop:
         unused = 0 if result.used else rows
         self._count(part, rows, unused)
         left_out = self.state.left_out() if worker.elastic else None
-        compute_s = turn.middle - turn.begun + apply_s - turn.stage_wait_s
-        exchange_s = end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.stage_wait_s
+        compute_s = turn.middle - turn.begun + apply_s - turn.communicated_s
+        exchange_s = end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.communicated_s
         self._record(
             tick=turn.tick,
             loss=turn.loss if rows else None,

@@ -60,7 +60,7 @@ class WorkerPlan:
         make = task.model
         if isinstance(make, nn.Module):
             task = task.with_fields(model=copy.deepcopy(make))
-        else:  # a function may give the same module each time
+        elif self.model_parallel is None:  # a function may give the same module each time; `build` sees that by itself
             task = task.with_fields(model=lambda: copy.deepcopy(make()))
         return replace(self, task=task)
 

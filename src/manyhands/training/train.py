@@ -152,6 +152,7 @@ def train(
         survive=None if config.survive is None or config.survive.restarts_only else config.survive,
         restarts=config.survive is not None and config.survive.max_restarts > 0 and not config.spmd,
         rejoins=False,
+        stages=1 if config.model_parallel is None else config.model_parallel.stages,
     )
     config.engine.check(launch)
     resume = resume or config.started_again

@@ -1,11 +1,12 @@
-"""What a gradient and a codec cost: seconds a row, jitter, stragglers; seconds a number that is encoded or decoded."""
+"""What a gradient and a codec cost: seconds a row, jitter, stragglers, the parts of stages; seconds a number that is encoded
+or decoded."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -13,6 +14,8 @@ from typing import Any, Self
 from manyhands.comm.codecs import CODECS
 from manyhands.engines.quantities import expect_number, read_factor, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, is_whole, whole_of
+from manyhands.spec import convert
+from manyhands.units import count
 
 _JITTERS = "none, lognormal:SIGMA, exponential, uniform:SHARE, quantiles:A/B/…"
 _MOST_WORKERS = 1_000_000  # far beyond what a machine's memory simulates
@@ -22,6 +25,9 @@ _SECONDS = ("row", "step", "lease", "request", "merge")
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """How long workers compute: (step + row · rows) · factor · jitter seconds a tick with rows, 0 without.
+
+    Where a replica spans several workers, that is what one worker would take for all of it. A stage takes its share of it, a
+    micro-batch its share of the rows, a pass forward `forward` of that, and a pass back the rest.
 
     Codecs, by name, take what their `Coding` says, times the worker's factor; those that are not named take none.
     `str()` gives what `parse` reads. Raises BadInput where a number makes no sense.
@@ -37,6 +43,10 @@ class Compute:
     request: float = 0.0  # seconds that each call of the server takes its worker beside messages and merging
     merge: float = 0.0  # seconds a byte that a server shard merges or hands out
     codecs: Mapping[str, Coding] = field(default_factory=dict, hash=False)  # {name: what it takes}
+    forward: float = 1 / 3  # of a gradient's seconds, the share that going forward takes; back takes the rest
+    stages: str = "parameters"
+    """How a gradient's seconds divide among the stages of a replica: parameters (as many as each uses), equal, or
+    2/1/1 (by stage, so many parts)."""
 
     def __post_init__(self) -> None:
         for name in _SECONDS:
@@ -51,14 +61,21 @@ class Compute:
             if name not in CODECS:
                 raise unknown(name, "compute", CODECS)
         _draw(self.jitter)
+        expect_number(self.forward, "compute: forward (the share of a gradient's time)", least=0)
+        if self.forward > 1:
+            raise BadInput(
+                f"compute: forward must be at most 1, since it is a share of a gradient's time; got {self.forward:g}: write forward=0.33"
+            )
+        _parts(self.stages)
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """`row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,8-15=2x,topk=15ns/1ns`
 
         Times are seconds, or 2s, 10ms, 50us. `3=5x`: worker 3 takes 5 times as long; `8-15=2x`: so do workers 8 to 15.
-        `merge` is seconds a byte. `topk=15ns/1ns`: that codec encodes in 15 ns a number, and decodes in 1 ns. Raises
-        BadInput, and UnknownName for an option.
+        `merge` is seconds a byte. `topk=15ns/1ns`: that codec encodes in 15 ns a number, and decodes in 1 ns.
+        `stages=2/1/1`: of a replica in three stages the first one takes half of a gradient's time. Raises BadInput, and
+        UnknownName for an option.
         """
         return cls().with_text(text)
 
@@ -79,8 +96,10 @@ class Compute:
                 changes[name] = read_seconds(value, f"compute: {name}")
             elif name in CODECS:
                 codecs[name] = Coding.parse(value, f"compute: {name}")
-            elif name == "jitter":
+            elif name in ("jitter", "stages"):
                 changes[name] = value
+            elif name == "forward":
+                changes[name] = convert("compute: forward", value, float)
             else:
                 valid = [entry.name for entry in fields(self) if entry.name not in ("factors", "codecs")]
                 raise unknown(name, "compute", [*valid, "RANK=5x", "RANK-RANK=5x", *CODECS])
@@ -90,17 +109,36 @@ class Compute:
         parts = [f"{name}={shown(getattr(self, name))}" for name in _SECONDS if name == "row" or getattr(self, name)]
         if self.jitter != "none":
             parts.append(f"jitter={self.jitter}")
+        if self.forward != 1 / 3:
+            parts.append(f"forward={shown(self.forward)}")
+        if self.stages != "parameters":
+            parts.append(f"stages={self.stages}")
         parts += [f"{rank}={shown(factor)}x" for rank, factor in sorted(self.factors.items())]
         return ",".join([*parts, *(f"{name}={coding}" for name, coding in self.codecs.items())])
 
-    def check(self, workers: int) -> None:
-        """BadInput if a factor is of a worker that a simulation of so many does not have."""
+    def check(self, workers: int, stages: int = 1) -> None:
+        """BadInput if a factor is of a worker that a simulation of so many does not have, or parts are of other stages.
+
+        stages: of a replica; with 1, whoever computes it computes all of it.
+        """
         beyond = [rank for rank in self.factors if rank >= workers]
         if beyond:
             raise BadInput(
                 f"compute: worker {min(beyond)} has a factor, and the last worker of this run is {workers - 1}: "
                 "name a worker that exists, or leave the factor out"
             )
+
+        parts = _parts(self.stages)
+        if parts is not None and len(parts) != stages > 1:
+            raise BadInput(
+                f"compute: stages={self.stages} gives the parts of {count(len(parts), 'stage')}, and this run's replicas have {stages}: "
+                "give a number for each, or stages=equal"
+            )
+
+    def stage_share(self, stage: int, sizes: Sequence[int]) -> float:
+        """Of a gradient's seconds, those of one stage. sizes: how many parameters each stage uses."""
+        parts = [1.0] * len(sizes) if self.stages == "equal" or len(sizes) == 1 else _parts(self.stages) or sizes
+        return parts[stage] / sum(parts)
 
     def coding(self, codec: str, node: int) -> Coding:
         """What a codec, by name, takes on a worker, by rank, or on a server shard, -1 - s, which has no factor."""
@@ -110,12 +148,12 @@ class Compute:
 class ComputeSpeed:
     """One worker's seconds, drawn from its own generator: they do not depend on what others do."""
 
-    __slots__ = ("_draw", "_generator", "_row", "_step")
+    __slots__ = ("_compute", "_draw", "_generator", "_row", "_step")
 
     def __init__(self, compute: Compute, rank: int, seed: int) -> None:
         factor = compute.factors.get(rank, 1.0)
         self._step, self._row = compute.step * factor, compute.row * factor
-        self._draw = _draw(compute.jitter)
+        self._compute, self._draw = compute, _draw(compute.jitter)
         self._generator = random.Random(f"{seed} pace of {rank}")
 
     def seconds(self, rows: int) -> float:
@@ -124,6 +162,26 @@ class ComputeSpeed:
             return 0.0
         seconds = self._step + self._row * rows
         return seconds if self._draw is None else seconds * self._draw(self._generator)
+
+    def passes(self, rows: int, stage: int, sizes: Sequence[int]) -> tuple[float, float]:
+        """(forward, back) of a stage in the next tick, over so many rows of its replica. sizes: see `Compute.stage_share`."""
+        seconds = self.seconds(rows) * self._compute.stage_share(stage, sizes)
+        return seconds * self._compute.forward, seconds * (1 - self._compute.forward)
+
+
+def _parts(stages: str) -> list[float] | None:
+    """The numbers of `2/1/1`; None for a word."""
+    if stages in ("parameters", "equal"):
+        return None
+    try:
+        parts = [float(text) for text in stages.split("/")]
+    except ValueError:
+        parts = []
+    if not parts or not all(0 < part < math.inf for part in parts):
+        raise BadInput(
+            f"compute: stages must be parameters, equal, or a number above 0 for each stage, such as 2/1/1; got {stages!r}"
+        )
+    return parts
 
 
 def _draw(jitter: str) -> Callable[[random.Random], float] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -141,6 +141,15 @@ class SimDriverClient(InProcessDriverClient):
     def computed(self, rows: int) -> None:
         # also without rows: a pause of this worker's passes here
         self._lease_server.timeline.work(self._pace.seconds(rows))
+
+    @override
+    def begin_passes(self, rows: int, stage: int, sizes: Sequence[int]) -> Callable[[bool, float], None]:
+        forward_s, back_s = self._pace.passes(rows, stage, sizes)
+
+        def passed(forward: bool, share: float) -> None:
+            self._lease_server.timeline.work((forward_s if forward else back_s) * share)
+
+        return passed
 
     @override
     def after_backward(self, action: Callable[[], None]) -> None:

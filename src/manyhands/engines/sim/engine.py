@@ -41,7 +41,8 @@ class Sim(Engine):
     network: str | SimNetworkSpec = ""
     """What messages cost: latency=1e-3,bandwidth=1e9,workers_per_host=4 …; free without it."""
     compute: str | Compute = ""
-    """Costs of gradients: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3: 5 times slower); topk=15ns/1ns."""
+    """Costs of gradients: row=1e-4,step=1e-3,jitter=lognormal:0.2,3=5x (worker 3: 5 times slower); topk=15ns/1ns;
+    stages=equal,forward=0.4 where a replica spans several workers."""
     faults: str | Faults = ""
     """What goes wrong: kill=2@step:100,pause=1@2.5s+3,drop=0.01 …; nothing without it."""
     seed: int = 0
@@ -84,7 +85,7 @@ class Sim(Engine):
                 "leave it out, and say with compute= how long a gradient takes"
             )
         network, compute, faults = self.parts
-        compute.check(spec.workers)
+        compute.check(spec.workers, spec.stages)
         hosts = NetworkState(network, most_workers(spec), spec.shards).hosts
         rejoins = spec.rejoins or (spec.survive is not None and not spec.fixed_members)
         faults.check(most_workers(spec), spec.shards, rejoins=rejoins, copies=spec.copies)

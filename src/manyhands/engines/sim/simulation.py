@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ class Simulation:
         )
         self.servers = self._servers()
         self.lease_server = LeaseServer(self.timeline, spec.observer, self.compute.lease, spec.timeout_s)
+        self.subgroups: dict[tuple[int, ...], SimRendezvous] = {}  # (how many of these ranks before, *ranks): theirs
         self.workers: dict[int, Worker] = {}  # by rank, as the next two
         self.drivers: dict[int, SimDriverClient] = {}
         self.programs: dict[int, SimProgram] = {}
@@ -122,7 +123,27 @@ class Simulation:
 
     def _members(self, rank: int, driver: SimDriverClient, generation: int) -> dict[str, Any]:
         """The fields of a Worker that say whom it works with."""
-        return {"group": SimGroup(self.meeting, rank, self.compute), "generation": generation}
+        made: Counter[tuple[int, ...]] = Counter()
+
+        def subgroup(ranks: Sequence[int]) -> SimGroup:
+            members = tuple(ranks)
+            key = made[members], *members
+            made[members] += 1
+            if key not in self.subgroups:
+                costs = Costs(self.wires, len(members), members)
+                self.subgroups[key] = SimRendezvous(
+                    self.timeline, costs, self.wires, len(members), self.spec.timeout_s, members
+                )
+            group = SimGroup(self.subgroups[key], members.index(rank), self.compute)
+            if driver.injector is not None:
+                driver.injector.watch(group)
+            return group
+
+        return {
+            "group": SimGroup(self.meeting, rank, self.compute),
+            "subgroup": subgroup,
+            "generation": generation,
+        }
 
     def _as_worker(self, worker: Worker, driver: SimDriverClient, is_first: bool) -> Any:
         """is_first: of this rank's processes."""
@@ -140,6 +161,9 @@ class Simulation:
                 with suppress(Killed):  # a dead worker says no goodbye
                     worker.server.close()
         worker.group.close()  # whoever waits for this worker gets PeerLost
+        for (_, *members), meeting in self.subgroups.items():
+            if worker.rank in members:
+                meeting.leave(members.index(worker.rank))
         return value
 
     def _ended(self, program: SimProgram) -> None:
@@ -195,7 +219,8 @@ class Simulation:
             self._befall_worker(fault)
 
     def _part(self, host: int) -> None:
-        self.meeting.part(host)
+        for meeting in (self.meeting, *self.subgroups.values()):
+            meeting.part(host)
 
     def _befall_shard(self, fault: Fault) -> None:
         assert self.servers is not None
