@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
@@ -184,8 +185,12 @@ class StageProgram:
         def skip(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not (self._active and self._before):
                 return forward(*args, **kwargs)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (id(module), module.training, spec, *map(_kind_of, leaves))
+            leaves: Sequence[Any] = args
+            spec: Any = len(args)
+            if kwargs or not all(isinstance(one, Tensor) for one in args):  # flattening takes longer than all the rest
+                leaves, spec = pytree.tree_flatten((args, kwargs))
+            with DisableTorchFunctionSubclass():  # an absent tensor's shape is that of its memory, which takes no detour
+                key = (id(module), module.training, spec, *map(_kind_of, leaves))
             if key not in self._shapes:
                 with (
                     without_parameters(module),
