@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.driver_client import SimDriverClient
 from manyhands.engines.sim.engine import Sim
-from manyhands.errors import BadInput, PeerLost, WorkerFailed
+from manyhands.errors import BadInput, NotFinite, PeerLost, WorkerFailed
+from manyhands.parallel.mesh import mesh_of
+from manyhands.parallel.spec import ModelParallel
+from manyhands.strategies import strategy_of
+from manyhands.training.plan import WorkerPlan
+from manyhands.training.worker_main import make_loop
 from manyhands.worker import Worker
 
 ROW_S = 0.75  # seconds of the whole model for a row
@@ -33,14 +39,11 @@ def chain(length: int, rows: int, **fields: Any) -> mh.Task:
     """So many equal layers; each step is over `rows` rows."""
     draws = torch.Generator().manual_seed(0)
     x, y = (torch.randn(2 * rows, 4, generator=draws) for _ in range(2))
-    return mh.Task(
-        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(length))),
-        loss=squares,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_data=torch.utils.data.TensorDataset(x, y),
-        batch_size=rows,
-        **fields,
-    )
+    given = {
+        "model": lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(length))),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    return mh.Task(loss=squares, train_data=torch.utils.data.TensorDataset(x, y), batch_size=rows, **given | fields)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Passed:
     forward: bool
     began: float
     ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
 
 @pytest.fixture
@@ -106,16 +113,341 @@ def test_the_share_of_a_step_in_which_a_stage_waits(
         parts = [event["values"][f"{part}_s"] for part in ("input", "compute", "exchange", "wait")]
         assert parts[1] == pytest.approx(32 * ROW_S / stages, rel=1e-12)
         assert parts[3] / sum(parts) == pytest.approx(bubble, rel=1e-12)
-    for rank in range(stages):
-        own = sorted((one for one in passes if one.rank == rank), key=lambda one: one.ended)
-        assert len(own) == 2 * 2 * micro_batches
-        assert all(one.ended <= later.began for one, later in pairwise(own))
-        for tick in (own[: 2 * micro_batches], own[2 * micro_batches :]):
-            computes = sum(one.ended - one.began for one in tick)
-            step_s = 32 * ROW_S / stages * (1 + (stages - 1) / micro_batches)
-            assert 1 - computes / step_s == pytest.approx(bubble, rel=1e-12)
-            held = most = 0
-            for one in tick:
-                held += 1 if one.forward else -1
-                most = max(most, held)
-            assert most == (min(stages - rank, micro_batches) if schedule == "1f1b" else micro_batches)
+    ticks = [sorted((one for one in passes if one.rank == rank), key=lambda one: one.ended) for rank in range(stages)]
+    for tick in range(2):
+        of_tick = [own[2 * micro_batches * tick : 2 * micro_batches * (tick + 1)] for own in ticks]
+        step_s = max(own[-1].ended for own in of_tick) - min(own[0].began for own in of_tick)
+        for rank, own in enumerate(of_tick):
+            assert all(one.ended <= later.began for one, later in pairwise(own))
+            assert 1 - sum(one.seconds for one in own) / step_s == pytest.approx(bubble, rel=1e-12)
+            held = list(accumulate(1 if one.forward else -1 for one in own))
+            assert held[-1] == 0
+            assert max(held) == (min(stages - rank, micro_batches) if schedule == "1f1b" else micro_batches)
+
+
+def test_messages_and_sums_take_the_networks_seconds(tmp_path: Path) -> None:
+    """Two stages, one micro-batch: forward, a message, forward and back, a message, back, and two sums that end a step."""
+    latency, gradient_s = 2.0, 8 * ROW_S / 2
+    run = mh.train(
+        chain(2, 8),
+        workers=2,
+        engine=f"sim:compute='row={ROW_S}',network='latency={latency}'",
+        model_parallel="stages=2,micro_batches=1",
+        threads_per_worker=1,
+        run_dir=tmp_path / "run",
+    )
+    assert run.steps == 2
+    for event in steps_of(tmp_path / "run"):
+        values = event["values"]
+        assert values["compute_s"] == pytest.approx(gradient_s, rel=1e-12)
+        assert values["exchange_s"] == pytest.approx(3 * latency, rel=1e-12)  # a message, the sum, one before the optimizer
+        forward_s, back_s = gradient_s / 3, 2 * gradient_s / 3
+        waits = [latency + forward_s + back_s, forward_s + latency + back_s]
+        assert values["wait_s"] == pytest.approx(waits[event["rank"]], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("compute", "seconds"),
+    [
+        ("row=0.75", [(0.5, 1), (0.5, 1)]),  # 3 s of the whole model, a half on each stage
+        ("row=0.75,stages=equal,forward=0.5", [(0.75, 0.75), (0.75, 0.75)]),
+        ("row=0.75,stages=3/1,forward=0.5", [(1.125, 1.125), (0.375, 0.375)]),
+        ("row=0,step=6", [(0.5, 1), (0.5, 1)]),  # a step's own seconds, too
+        ("row=0.75,1=5x", [(0.5, 1), (2.5, 5)]),
+    ],
+)
+def test_what_a_pass_takes(compute: str, seconds: list[tuple[float, float]], passes: list[Passed]) -> None:
+    """(forward, back) of each stage over a micro-batch of 4 rows, of 8."""
+    run = mh.train(
+        chain(2, 8),
+        workers=2,
+        engine=f"sim:compute='{compute}'",
+        model_parallel="stages=2,micro_batches=2",
+        threads_per_worker=1,
+    )
+    assert run.steps == 2
+    for rank, own in enumerate(seconds):
+        for forward, expected in zip((True, False), own, strict=True):
+            found = [one.seconds for one in passes if (one.rank, one.forward) == (rank, forward)]
+            assert found == pytest.approx([expected] * 4)
+
+
+def test_unequal_stages_and_micro_batches(passes: list[Passed]) -> None:
+    """By parameters, each stage's share; of 39 rows three micro-batches have 10, and one has 9. Where units are computed
+    again, going back takes a forward more."""
+    run = mh.train(
+        TASKS["mlp"].with_fields(max_steps=1, validation_data=None),
+        workers=2,
+        engine="sim:compute='row=0.6'",
+        model_parallel="stages=2,recompute=units",
+        threads_per_worker=1,
+    )
+    sizes = [one["parameters"] for one in run.info["stages"]]
+    assert sizes[0] != sizes[1]
+    for rank, size in enumerate(sizes):
+        forward = [0.6 * rows / 3 * size / sum(sizes) for rows in (10, 10, 10, 9)]
+        own = [one for one in passes if one.rank == rank]
+        back = [one.seconds for one in own if not one.forward]
+        assert back == pytest.approx([2 * seconds for seconds in forward])
+        again = [one.seconds for one, later in pairwise(own) if one.forward and not later.forward]
+        assert sorted(one.seconds for one in own if one.forward) == pytest.approx(sorted(2 * forward))
+        assert again[-1] == pytest.approx(forward[-1])
+
+
+def test_jitter_is_drawn_once_a_step_by_each_worker(passes: list[Passed]) -> None:
+    mh.train(
+        chain(2, 8),
+        workers=2,
+        engine="sim:compute='row=1,jitter=lognormal:0.5'",
+        model_parallel="stages=2,micro_batches=4",
+        threads_per_worker=1,
+    )
+    drawn = set()
+    for rank in range(2):
+        own = [one.seconds for one in passes if one.rank == rank and one.forward]
+        assert own[:4] == pytest.approx([own[0]] * 4)
+        assert own[4:] == pytest.approx([own[4]] * 4)
+        drawn |= {round(own[0], 9), round(own[4], 9)}
+    assert len(drawn) == 4
+
+
+# -- the same as on local ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained(engine: str, name: str, workers: int, model_parallel: str, strategy: str = "allreduce") -> mh.Run:
+    return mh.train(
+        TASKS[name],
+        workers=workers,
+        engine=engine,
+        strategy=strategy,
+        model_parallel=model_parallel,
+        threads_per_worker=1,
+    )
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "plan", "strategy"),
+    [
+        ("dropout", 4, "stages=2", "allreduce"),
+        ("cnn", 3, "stages=3", "allreduce"),
+        ("gpt", 4, "stages=2", "diloco:period=4"),
+        pytest.param("gpt", 4, "stages=4,schedule=gpipe", "allreduce", marks=SLOW),
+        pytest.param("lengths", 3, "stages=3", "allreduce", marks=SLOW),
+        pytest.param("tied", 2, "stages=2,cut=[join]", "allreduce", marks=SLOW),
+        pytest.param("checkpointed", 3, "stages=3", "allreduce", marks=SLOW),
+        pytest.param("marked", 3, "stages=3", "allreduce", marks=SLOW),
+        pytest.param("mlp", 3, "stages=3,micro_batches=8", "allreduce", marks=SLOW),
+        pytest.param("dropout", 4, "stages=2,recompute=units", "diloco:period=4", marks=SLOW),
+        pytest.param("mlp", 1, "stages=1", "allreduce", marks=SLOW),
+        pytest.param("gpt", 4, "stages=2", "allreduce:compress=topk:0.3", marks=SLOW),
+        pytest.param("gpt", 4, "stages=2", "local-sgd:period=3", marks=SLOW),
+        pytest.param("gpt", 4, "stages=2", "local-sgd:period=end", marks=SLOW),
+        pytest.param("gpt", 4, "stages=2", "easgd:period=3,via=group", marks=SLOW),
+        pytest.param("gpt", 4, "stages=2", "eamsgd:period=3,via=group", marks=SLOW),
+        pytest.param("gpt", 6, "stages=2", "gossip", marks=SLOW),
+    ],
+)
+def test_the_bits_and_bytes_of_local(name: str, workers: int, plan: str, strategy: str) -> None:
+    """On a free network: parameters, buffers, metrics, each step's loss, and what crosses each cut."""
+    simulated, real = (trained(engine, name, workers, plan, strategy) for engine in ("sim", "local"))
+    assert torch.equal(simulated.parameters, real.parameters)
+    for key, value in real.model.state_dict().items():
+        assert torch.equal(simulated.model.state_dict()[key], value), key
+    assert simulated.metrics == real.metrics
+    assert [row["loss"] for row in simulated.history] == [row["loss"] for row in real.history]
+    assert simulated.rows == real.rows
+    assert simulated.info["stages"] == real.info["stages"]
+    sent = [run.ledger for run in (simulated, real)]
+    for way in ("forward", "back"):
+        assert sent[0].get(way) == sent[1].get(way)
+
+
+def sent_in_a_step(worker: Worker) -> dict[str, dict[str, int]]:
+    worker.mesh = mesh_of(worker, 3)
+    spec = ModelParallel(stages=3, cut="[blocks.1,blocks.3]")
+    loop = make_loop(WorkerPlan(task=TASKS["gpt"], strategy=strategy_of("allreduce"), model_parallel=spec), worker)
+    before = [ledger.as_dict() for ledger in loop.replica.executor.ledgers()]
+    assert not any("forward" in one for one in before)
+    loop.replica.begin_tick()
+    loop.replica.backward(loop._first_rows())
+    loop.train_feed.close()
+    return {
+        way: counts
+        for ledger in loop.replica.executor.ledgers()
+        for way, counts in ledger.as_dict().items()
+        if way in ("forward", "back")
+    }
+
+
+def test_each_cuts_bytes_are_in_the_ledger() -> None:
+    """One value of [rows, length, width] float64 crosses each cut, forward and back."""
+    found = Sim().launch(sent_in_a_step, LaunchSpec(workers=3, threads_per_worker=1))
+    crossing = {"bytes": BATCH * LENGTH * WIDTH * 8, "messages": -(-BATCH // MICRO)}
+    assert found == [{"forward": crossing}, {"forward": crossing, "back": crossing}, {"back": crossing}]
+
+
+# -- faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_ends_the_run_and_it_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    """Worker 3 is the second stage of the second replica."""
+
+    def run(faults: str, **options: Any) -> mh.Run:
+        return mh.train(
+            TASKS["dropout"].with_fields(max_steps=8),
+            workers=4,
+            engine=f"sim:faults='{faults}'" if faults else "sim",
+            model_parallel="stages=2",
+            threads_per_worker=1,
+            checkpoint_every=2,
+            **options,
+        )
+
+    with pytest.raises(WorkerFailed, match="worker 3 on host3 was killed, as faults= asks for, in phase compute") as error:
+        run("kill=3@step:5")
+    assert error.value.rank == 3
+    restarted = run("kill=3@step:5", run_dir=tmp_path / "run", survive="max_restarts=1")
+    assert len(restarted.restarts) == 1
+    assert torch.equal(restarted.parameters, run("").parameters)
+
+
+@pytest.mark.parametrize("phase", ["exchange", "commit"])
+def test_a_worker_is_killed_at_a_phase(phase: str) -> None:
+    with pytest.raises(WorkerFailed, match="worker 2 on host2 was killed, as faults= asks for, in phase exchange at step 3"):
+        mh.train(
+            TASKS["mlp"],
+            workers=4,
+            engine=f"sim:faults='kill=2@step:3:{phase}'",
+            model_parallel="stages=2",
+            threads_per_worker=1,
+        )
+
+
+def test_a_paused_worker_holds_up_its_replica() -> None:
+    """And with it, in step, the others; bits stay."""
+    seconds, parameters = [], []
+    for faults in ("", "pause=1@step:1+100"):
+        run = mh.train(
+            chain(2, 8),
+            workers=4,
+            engine=f"sim:faults='{faults}'" if faults else "sim",
+            model_parallel="stages=2",
+            threads_per_worker=1,
+        )
+        seconds.append(run.seconds)
+        parameters.append(run.parameters)
+    assert seconds[1] == pytest.approx(seconds[0] + 100)
+    assert torch.equal(*parameters)
+
+
+def test_a_gradient_that_is_not_finite_names_its_replicas_workers() -> None:
+    with pytest.raises(NotFinite, match="the own gradients of workers 2 and 3 are not finite"):
+        mh.train(
+            chain(2, 8),
+            workers=4,
+            engine="sim:faults='nan=3@step:1'",
+            model_parallel="stages=2",
+            threads_per_worker=1,
+        )
+
+
+def test_a_link_that_breaks_is_seen_in_groups_of_some_workers() -> None:
+    def program(worker: Worker) -> str:
+        group = worker.make_group([0, 2] if worker.rank != 1 else [1])
+        if worker.rank == 1:
+            return ""
+        worker.driver.computed(1)  # a second
+        with pytest.raises(PeerLost) as error:
+            while True:
+                group.barrier()
+                worker.driver.computed(1)
+        return str(error.value)
+
+    engine = Sim(compute="row=1", faults="cut=host2@2.5s+100")
+    found = engine.launch(program, LaunchSpec(workers=3, threads_per_worker=1))
+    assert "worker 2" in found[0]
+    assert "worker 0" in found[2]
+
+
+def test_a_member_that_ends_is_seen_in_groups_of_some_workers() -> None:
+    def program(worker: Worker) -> str:
+        if worker.rank == 1:
+            return ""
+        group = worker.make_group([0, 2])
+        if worker.rank == 2:
+            return ""
+        with pytest.raises(PeerLost) as error:
+            group.barrier()
+        return str(error.value)
+
+    assert "worker 2" in Sim().launch(program, LaunchSpec(workers=3, threads_per_worker=1))[0]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        ("stages=1/2/3", "stages=1/2/3 gives the parts of 3 stages, and this run's replicas have 2"),
+        ("stages=half", "stages must be parameters, equal, or a number above 0 for each stage"),
+        ("stages=1/0", "stages must be parameters, equal, or a number above 0 for each stage"),
+        ("stages=1/nan", "stages must be parameters, equal, or a number above 0 for each stage"),
+        ("forward=2", "forward must be at most 1"),
+        ("forward=-1", "forward .* must be at least 0"),
+        ("forward=much", "forward must be a number"),
+    ],
+)
+def test_parts_that_make_no_sense(compute: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=said):
+        mh.train(
+            chain(2, 8),
+            workers=2,
+            engine=f"sim:compute='{compute}'",
+            model_parallel="stages=2",
+            run_dir=tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_parts_of_stages_are_read_as_they_are_written() -> None:
+    compute = Compute.parse("row=1,forward=0.4,stages=2/1/1")
+    assert Compute.parse(str(compute)) == compute
+    assert [compute.stage_share(stage, [7, 7, 7]) for stage in range(3)] == [0.5, 0.25, 0.25]
+    compute.check(workers=4)  # without stages they have no effect
+    assert Compute.parse("stages=2/1").stage_share(0, [5]) == 1
+
+
+def test_workers_do_not_share_a_module_that_the_task_gives() -> None:
+    """Itself, or from a function each time."""
+
+    def run(model: Any) -> mh.Run:
+        return mh.train(
+            chain(2, 8, model=model), workers=4, engine="sim", model_parallel="stages=2", threads_per_worker=1
+        )
+
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    given, returned = copy.deepcopy(whole), copy.deepcopy(whole)
+    expected = run(lambda: copy.deepcopy(whole))
+    assert torch.equal(run(given).parameters, expected.parameters)
+    assert torch.equal(run(lambda: returned).parameters, expected.parameters)
+
+
+@pytest.mark.parametrize("kind", ["part", "kept"])
+def test_a_function_that_gives_parameters_of_an_earlier_call(kind: str) -> None:
+    part = nn.Linear(4, 4)
+
+    def model() -> nn.Module:
+        return nn.Sequential(part if kind == "part" else nn.Linear(4, 4), nn.Linear(4, 4))
+
+    with pytest.raises(BadInput, match="parameters of an earlier call, such as .*inside of model"):
+        mh.train(
+            chain(2, 8, model=model if kind == "part" else functools.cache(model)),
+            workers=2,
+            engine="sim",
+            model_parallel="stages=2",
+        )

@@ -3,7 +3,7 @@ not finite, or a full disk.
 
 The places are those that a worker passes anyway. It reports its phase to the driver. Inside an exchange is between the
 start of a mean, which the peers see, and the wait for it; at a server, where its bytes are counted. A commit is where
-an optimizer begins its step. A gradient is computed by `Tensor.backward`, and files of checkpoints are written by
+an optimizer begins its step. A gradient is computed by `torch.autograd.backward`, and files of checkpoints are written by
 `checkpoints.synced`: `install` has these three pass the injector of the worker whose turn it is.
 """
 
@@ -131,15 +131,17 @@ def _phase_of(fault: Fault) -> Phase:
 
 def install(faults: Iterable[Fault], injector: Callable[[], FaultInjector | None]) -> Callable[[], None]:
     """Have what these faults need in this process pass `injector()`, that of the worker whose turn it is; how to end that."""
-    backward, synced, undo = torch.Tensor.backward, checkpoints.synced, list[Callable[[], None]]()
+    backward, synced, undo = torch.autograd.backward, checkpoints.synced, list[Callable[[], None]]()
 
     def commits(*_: Any) -> None:
         if (own := injector()) is not None:
             own.commits()
 
-    def spoiled(loss: torch.Tensor, *args: Any, **options: Any) -> None:
-        own = injector()
-        backward(loss * math.nan if own is not None and own.spoils else loss, *args, **options)  # type: ignore[no-untyped-call]
+    def spoiled(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        if (own := injector()) is not None and own.spoils:
+            tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            grad_tensors = [torch.full_like(tensor, math.nan) for tensor in tensors]
+        backward(tensors, grad_tensors, *args, **options)
 
     @contextmanager
     def full(path: Path) -> Iterator[io.BufferedWriter]:
@@ -152,8 +154,8 @@ def install(faults: Iterable[Fault], injector: Callable[[], FaultInjector | None
     if any(fault.phase == "commit" for fault in planned):
         undo.append(register_optimizer_step_pre_hook(commits).remove)
     if any(fault.what == "nan" for fault in planned):
-        torch.Tensor.backward = spoiled  # type: ignore[assignment, method-assign]
-        undo.append(lambda: setattr(torch.Tensor, "backward", backward))
+        torch.autograd.backward = spoiled
+        undo.append(lambda: setattr(torch.autograd, "backward", backward))
     if any(fault.what == "disk" for fault in planned):
         checkpoints.synced = full
         undo.append(lambda: setattr(checkpoints, "synced", synced))

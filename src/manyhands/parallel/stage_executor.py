@@ -118,7 +118,7 @@ class StageExecutor(AutogradExecutor):
             for stage in range(place.stages)
         ]
         """How many parameters each stage uses; one that several use counts for each of them."""
-        self._computed_s = self._communicated_s = 0.0  # of the newest backward
+        self._communicated_s = 0.0
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,7 @@ class StageExecutor(AutogradExecutor):
         rows = 0 if batch is None else rows_of(batch)
         pieces = list(micro_batches_of(rows, self._micro_batches, self._micro)) if rows else []
         under_way: dict[int, StagePass] = {}
-        summed = total = self._computed_s = 0.0
-        began = self.place.clock()
+        summed = total = 0.0
         passed = self.place.driver.begin_passes(rows, self.place.stage, self._sizes)
         for action in actions(self._schedule, self.place.stages, len(pieces), self.place.stage):
             start, stop = pieces[action.micro]
@@ -251,32 +250,42 @@ class StageExecutor(AutogradExecutor):
                         summed += float(mean.detach()) * weight if weight else 0.0
                 else:
                     own = under_way.pop(action.micro)
-                    back = self.place.after.receive(self._device) if self.place.after is not None else None
-                    with self._computing():
-                        ones = [Sent(torch.ones_like(value)) for value in own.values]
-                        gradients = own.backward(ones if back is None else back)
-                        if self._recomputed:
-                            passed(True, share)
-                        passed(False, share)
+                    after = self.place.after
+                    back = self._received(after) if after else [Sent(torch.ones_like(value)) for value in own.values]
+                    gradients = own.backward(back)
+                    if self._recomputed:
+                        passed(True, share)
+                    passed(False, share)
                     if self.place.before is not None:
-                        self.place.before.send("back", gradients)
+                        self._send(self.place.before, "back", gradients)
         summed, total, stops = self.reduce(
             torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
         ).tolist()
-        with self._computing():
-            grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
+        grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
         for tied in self._tied:
-            grad_mask = tied.add_up(grad_mask)
+            with self._communicating():
+                grad_mask = tied.add_up(grad_mask)
         self.show_gradients(grad_mask)
-        self._communicated_s = self.place.clock() - began - self._computed_s
         return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """What passes within counts as computing."""
+    def _communicating(self) -> Iterator[None]:
         began = self.place.clock()
         yield
-        self._computed_s += self.place.clock() - began
+        self._communicated_s += self.place.clock() - began
+
+    def _received(self, channel: StageChannel) -> list[Sent]:
+        with self._communicating():
+            return channel.receive(self._device)
+
+    def _send(self, channel: StageChannel, operation: str, tensors: list[Sent]) -> None:
+        with self._communicating():
+            channel.send(operation, tensors)
+
+    @override
+    def reduce(self, sums: Tensor) -> Tensor:
+        with self._communicating():
+            return super().reduce(sums)
 
     @contextmanager
     def _named(self, action: Action, micro_batches: int) -> Iterator[None]:
@@ -296,13 +305,12 @@ class StageExecutor(AutogradExecutor):
     ) -> StagePass:
         """This stage's part of `function(model, rows)`, between its neighbours. passed: called once it is computed."""
         before, after = self.place.before, self.place.after
-        received = [] if before is None else before.receive(self._device)
-        with self._computing():
-            with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
-                own = self.program.run(function, rows, received)
-            passed()
+        received = [] if before is None else self._received(before)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            own = self.program.run(function, rows, received)
+        passed()
         if after is not None:
-            after.send("forward", own.sent())
+            self._send(after, "forward", own.sent())
         return own
 
     @property

@@ -102,8 +102,7 @@ class StepExecutor(ABC):
         return 0.0
 
     def communicated_s(self) -> float:
-        """Seconds of the newest `backward` in which this worker did not compute: it waited for those that hold the replica
-        with it, or their messages were under way."""
+        """Seconds so far that went by in exchanges with the workers that hold this replica, waiting for them included."""
         return 0.0
 
     def ledgers(self) -> list[Ledger]:

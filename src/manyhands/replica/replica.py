@@ -364,7 +364,7 @@ class Replica:
             if self.idle:
                 self._follow_step()
             return False
-        start, waited_s = self._clock(), self.executor.members.waited_s
+        start, communicated_s = self._clock(), self.executor.communicated_s()
         if self._nonfinite != "apply" and not self._finite():
             if self._nonfinite == "raise":
                 raise self._not_finite()
@@ -377,7 +377,7 @@ class Replica:
         if not extra:
             self._follow_step()
             self.step += 1
-        self.apply_seconds += self._clock() - start - (self.executor.members.waited_s - waited_s)
+        self.apply_seconds += self._clock() - start - (self.executor.communicated_s() - communicated_s)
         return True
 
     def _follow_step(self) -> None:

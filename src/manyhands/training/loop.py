@@ -369,7 +369,7 @@ class Loop:
         apply_s, wait_s, rounds = replica.apply_seconds, self._waited_s(), replica.rounds
         start = clock()
         self.plan.strategy.before_backward(replica, worker, self.state)
-        begun = clock()
+        begun, communicated_s = clock(), replica.executor.communicated_s()
         loss = replica.backward(part.batch)
         worker.driver.computed(0 if replica.skip or replica.executor.times_passes else part.rows)
         weight, rate = replica.weight, self._rate()
@@ -391,7 +391,7 @@ class Loop:
             middle,
             apply_s,
             wait_s,
-            replica.executor.communicated_s(),
+            replica.executor.communicated_s() - communicated_s,
         )
         worker.driver.progress("exchange", replica.step)
         try:
