@@ -282,6 +282,11 @@ def check_fields(names: Mapping[str, Any]) -> None:
     """Raise UnknownName for a name that is no field of Task."""
     known = [field.name for field in fields(Task)]
     for name in names:
+        if name == "model_parallel":
+            raise UnknownName(
+                "model_parallel is an option of mh.train and manyhands train, by which one replica spans several workers: compare, check and estimate take "
+                "replicas of one worker each, so leave it out there"
+            )
         if name not in known:
             raise UnknownName(f"a task has no field {name!r}: its fields are {', '.join(known)}")
 

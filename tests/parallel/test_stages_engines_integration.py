@@ -16,7 +16,7 @@ from stage_models import TASKS, masked
 
 import manyhands as mh
 from manyhands.engines.hosts.engine import Hosts
-from manyhands.errors import Unsupported, WorkerFailed
+from manyhands.errors import WorkerFailed
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engines" / "hosts"))
 from joined_run import Run, joined_by
@@ -78,11 +78,6 @@ def test_stages_under_torchrun(tmp_path: Path) -> None:
         assert total == pytest.approx(float(expected.parameters.sum()), abs=1e-9)
         assert metrics == pytest.approx(expected.metrics, abs=1e-10)
         assert rows == expected.rows["total"]
-
-
-def test_engine_sim_says_that_it_plays_none() -> None:
-    with pytest.raises(Unsupported, match="engine sim does not play stages yet: use engine local"):
-        trained(2, "stages=2", "sim")
 
 
 def test_a_stage_that_is_killed_ends_the_run() -> None:
