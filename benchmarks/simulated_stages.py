@@ -2,9 +2,10 @@
 
     python benchmarks/simulated_stages.py [--models chain,gpt] [--replicas 8] [--stages 8] [--steps 50] [--json FILE]
 
-Real seconds, the process's own CPU seconds beside them, and both for each pass of a stage over a micro-batch. `chain` is 16
-equal layers of width 16; `gpt` is 8 blocks of width 32 on rows of 8 tokens. A replica has a row in each micro-batch, of
-which there are twice as many as stages, and the network is preset `lan`.
+Real seconds, the process's own CPU seconds beside them, and those for each pass of a stage over a micro-batch. `bare` is a
+plain loop over as many micro-batches: forward and backward of the whole model, and nothing else. `chain` is 16 equal layers
+of width 16; `gpt` is 8 blocks of width 32 on rows of 8 tokens. A replica has a row in each micro-batch, of which there are
+twice as many as stages, and the network is preset `lan`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,17 @@ def measured(name: str, replicas: int, stages: int, steps: int) -> dict[str, flo
     )
     took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "simulated_s": run.seconds}
     assert (run.steps, run.rows["total"]) == (steps, rows * steps)
-    return took | {"passes": 2 * micro_batches * stages * replicas * steps}
+    return took | {"passes": 2 * micro_batches * stages * replicas * steps, "bare_s": bare(task, rows * steps)}
+
+
+def bare(task: mh.Task, micro_batches: int) -> float:
+    """CPU seconds of a plain loop over micro-batches of one row."""
+    torch.set_num_threads(1)
+    model, batch = task.model(), [column.unsqueeze(0) for column in task.train_data[0]]
+    began = time.process_time()
+    for _ in range(micro_batches):
+        task.loss(model, batch).backward()
+    return time.process_time() - began
 
 
 def main() -> None:
@@ -111,7 +122,7 @@ def main() -> None:
         took = found[name] = measured(name, options.replicas, options.stages, options.steps)
         print(
             f"{name:6}{took['seconds']:8.1f} s{took['cpu_s']:8.1f} s of CPU{took['simulated_s']:8.2f} simulated s"
-            f"{1e6 * took['cpu_s'] / took['passes']:8.0f} us of CPU a pass   goal {GOAL_S:g} s",
+            f"{1e6 * took['cpu_s'] / took['passes']:6.0f} us of CPU a pass   bare {took['bare_s']:.1f} s of CPU   goal {GOAL_S:g} s",
             flush=True,
         )
     if options.json is not None:

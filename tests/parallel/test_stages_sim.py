@@ -140,7 +140,9 @@ def test_messages_and_sums_take_the_networks_seconds(tmp_path: Path) -> None:
     for event in steps_of(tmp_path / "run"):
         values = event["values"]
         assert values["compute_s"] == pytest.approx(gradient_s, rel=1e-12)
-        assert values["exchange_s"] == pytest.approx(3 * latency, rel=1e-12)  # a message, the sum, one before the optimizer
+        assert values["exchange_s"] == pytest.approx(
+            3 * latency, rel=1e-12
+        )  # a message, the sum, one before the optimizer
         forward_s, back_s = gradient_s / 3, 2 * gradient_s / 3
         waits = [latency + forward_s + back_s, forward_s + latency + back_s]
         assert values["wait_s"] == pytest.approx(waits[event["rank"]], rel=1e-12)
@@ -307,7 +309,9 @@ def test_a_killed_worker_ends_the_run_and_it_starts_again_from_its_checkpoint(tm
             **options,
         )
 
-    with pytest.raises(WorkerFailed, match="worker 3 on host3 was killed, as faults= asks for, in phase compute") as error:
+    with pytest.raises(
+        WorkerFailed, match="worker 3 on host3 was killed, as faults= asks for, in phase compute"
+    ) as error:
         run("kill=3@step:5")
     assert error.value.rank == 3
     restarted = run("kill=3@step:5", run_dir=tmp_path / "run", survive="max_restarts=1")
@@ -317,7 +321,9 @@ def test_a_killed_worker_ends_the_run_and_it_starts_again_from_its_checkpoint(tm
 
 @pytest.mark.parametrize("phase", ["exchange", "commit"])
 def test_a_worker_is_killed_at_a_phase(phase: str) -> None:
-    with pytest.raises(WorkerFailed, match="worker 2 on host2 was killed, as faults= asks for, in phase exchange at step 3"):
+    with pytest.raises(
+        WorkerFailed, match="worker 2 on host2 was killed, as faults= asks for, in phase exchange at step 3"
+    ):
         mh.train(
             TASKS["mlp"],
             workers=4,
@@ -360,11 +366,11 @@ def test_a_link_that_breaks_is_seen_in_groups_of_some_workers() -> None:
         group = worker.make_group([0, 2] if worker.rank != 1 else [1])
         if worker.rank == 1:
             return ""
-        worker.driver.computed(1)  # a second
+        for _ in range(3):
+            group.barrier()
+            worker.driver.computed(1)  # a second
         with pytest.raises(PeerLost) as error:
-            while True:
-                group.barrier()
-                worker.driver.computed(1)
+            group.barrier()
         return str(error.value)
 
     engine = Sim(compute="row=1", faults="cut=host2@2.5s+100")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from manyhands.comm.group import Group, Ledger
 
 _ALIGNED = 64  # bytes; where each tensor of a message begins
-_LENGTH = 8  # bytes of the number that begins a message: its length
+_LENGTHS = struct.Struct("=qq")  # what begins a message: its bytes, and those of its header
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,13 @@ class StageChannel:
                 for one in tensors
             ]
         ).encode()
-        start = _aligned(2 * _LENGTH + len(header))
-        starts, end = list[int](), start
+        starts, end = list[int](), _aligned(_LENGTHS.size + len(header))
         for one in tensors:
             starts.append(end)
             end = _aligned(end + (0 if one.tensor is None else one.tensor.nbytes))
         message = torch.empty(end, dtype=torch.uint8)
-        message[: 2 * _LENGTH].view(torch.int64).copy_(torch.tensor([end, len(header)]))
-        message[2 * _LENGTH : 2 * _LENGTH + len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        head = bytearray(_LENGTHS.pack(end, len(header)) + header)
+        message[: len(head)].copy_(torch.frombuffer(head, dtype=torch.uint8))
         for one, at in zip(tensors, starts, strict=True):
             if one.tensor is not None and one.tensor.numel():
                 place = message[at : at + one.tensor.nbytes].view(one.tensor.dtype).view(one.tensor.shape)
@@ -65,16 +65,15 @@ class StageChannel:
     def receive(self, device: torch.device) -> list[Sent]:
         """The next message; its tensors have memory of their own."""
         message = self._next_piece()
-        total = int(message[:_LENGTH].view(torch.int64))
+        total, length = _LENGTHS.unpack(message[: _LENGTHS.size].numpy().tobytes())
         if len(message) < total:
             pieces, came = [message], len(message)
             while came < total:
                 pieces.append(self._next_piece())
                 came += len(pieces[-1])
             message = torch.cat(pieces)
-        length = int(message[_LENGTH : 2 * _LENGTH].view(torch.int64))
-        header = json.loads(message[2 * _LENGTH : 2 * _LENGTH + length].numpy().tobytes())
-        found, at = list[Sent](), _aligned(2 * _LENGTH + length)
+        header = json.loads(message[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes())
+        found, at = list[Sent](), _aligned(_LENGTHS.size + length)
         for one in header:
             if one is None:
                 found.append(Sent(None))

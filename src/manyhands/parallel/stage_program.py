@@ -189,7 +189,9 @@ class StageProgram:
             spec: Any = len(args)
             if kwargs or not all(isinstance(one, Tensor) for one in args):  # flattening takes longer than all the rest
                 leaves, spec = pytree.tree_flatten((args, kwargs))
-            with DisableTorchFunctionSubclass():  # an absent tensor's shape is that of its memory, which takes no detour
+            with (
+                DisableTorchFunctionSubclass()
+            ):  # an absent tensor's shape is that of its memory, which takes no detour
                 key = (id(module), module.training, spec, *map(_kind_of, leaves))
             if key not in self._shapes:
                 with (
