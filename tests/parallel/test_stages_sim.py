@@ -260,7 +260,8 @@ def test_the_bits_and_bytes_of_local(name: str, workers: int, plan: str, strateg
     for key, value in real.model.state_dict().items():
         assert torch.equal(simulated.model.state_dict()[key], value), key
     assert simulated.metrics == real.metrics
-    assert [row["loss"] for row in simulated.history] == [row["loss"] for row in real.history]
+    losses = [[row["loss"] for row in run.history] for run in (simulated, real)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)  # the driver adds up what workers say, as it comes
     assert simulated.rows == real.rows
     assert simulated.info["stages"] == real.info["stages"]
     sent = [run.ledger for run in (simulated, real)]
