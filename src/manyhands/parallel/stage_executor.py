@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.process_memory import giving_back
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
-from manyhands.worker import DriverClient
+from manyhands.worker import DriverClient, SoloDriverClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class StagePlace:
     after: StageChannel | None
     tied: Mapping[tuple[int, ...], Group]
     """By the stages that hold the same parameters, this one among them."""
-    driver: DriverClient
-    clock: Callable[[], float]
+    driver: DriverClient = field(default_factory=SoloDriverClient)
+    clock: Callable[[], float] = time.perf_counter
     """The worker's, in seconds."""
 
     @property

@@ -26,7 +26,6 @@ from manyhands.parallel.trace import Cut, ModelTrace, trace
 from manyhands.process_memory import forget_peak, give_back, resident
 from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.task import Task
-from manyhands.worker import SoloDriverClient
 
 _HELD = 3  # micro-batches at once, beside one: what they hold is seen in the difference
 _LEAST_S, _MOST = 0.15, 9  # a unit is run until both are reached, and at least twice
@@ -188,8 +187,6 @@ class _UnitExecutor(StageExecutor):
             before=None if begin is None else _Neighbour(begin, self._note("done"), self._note("start")),
             after=None if end is None else _Neighbour(end, self._note("forward"), self._note("back")),
             tied={},
-            driver=SoloDriverClient(),
-            clock=time.perf_counter,
         )
         self._absent, self._at = model, dict[str, float]()
         own = [cut for cut in (begin, end) if cut is not None]
