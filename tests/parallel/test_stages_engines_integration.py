@@ -24,13 +24,14 @@ from joined_run import Run, joined_by
 STEPS = 5
 
 
-def trained(workers: int, model_parallel: str, engine: Any) -> mh.Run:
+def trained(workers: int, model_parallel: str, engine: Any, run_dir: Path | None = None) -> mh.Run:
     return mh.train(
         TASKS["gpt"].with_fields(max_steps=STEPS),
         workers=workers,
         engine=engine,
         model_parallel=model_parallel,
         threads_per_worker=1,
+        run_dir=run_dir,
     )
 
 
@@ -42,7 +43,9 @@ def test_stages_on_two_hosts(
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
     expected = trained(workers, f"stages={stages}", "local")
     run = Run(Hosts(local_workers=here), joined_by(workers - here))
-    found = run.during(lambda: trained(workers, f"stages={stages}", run.engine))
+    folder = tmp_path / "run" if stages == 4 else None
+    found = run.during(lambda: trained(workers, f"stages={stages}", run.engine, folder))
+    assert ("send" in found.ledger) == (folder is None)  # where both hosts see the folder they write the model there
     torch.testing.assert_close(found.parameters, expected.parameters, rtol=0, atol=1e-10)
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-10)
 
