@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
+from manyhands.parallel.planner.search import Plan, StagePrediction
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.stage_executor import StageExecutor, StagePlace
 from manyhands.parallel.trace import trace
+from manyhands.training.plans import Plans, limits_of
 
 FILE = Path(__file__).with_suffix(".txt")
 Refused = Callable[[], Any]
@@ -27,7 +29,8 @@ Refused = Callable[[], Any]
 
 def trained(plan: str, workers: int = 2, strategy: str = "allreduce", engine: str = "local", **fields: Any) -> Refused:
     """`mh.train`, which says so before anything starts."""
-    options = {name: fields.pop(name) for name in ("survive", "run_dir") if name in fields}
+    given = ("survive", "run_dir", "memory_per_worker")
+    options = {name: fields.pop(name) for name in given if name in fields}
     task = TASKS["gpt"].with_fields(**fields)
     return lambda: mh.train(task, workers=workers, strategy=strategy, engine=engine, model_parallel=plan, **options)
 
@@ -106,6 +109,17 @@ def threads() -> None:
     in_stages(TASKS["mlp"].with_fields(optimizer=of_two_models), MLP().double(), "stages=2", lambda loop: None)
 
 
+def nothing_fits() -> Plan:
+    stages = (StagePrediction(begins="", memory=3e9, forward=1.0, backward=2.0),)
+    spec = ModelParallel(stages=2, micro_batches=8, recompute="units")
+    only = Plan(spec=spec, workers=2, rows=32, stages=stages, step_s=1.0, over=1e9)
+    about = {"task": "mine", "strategy": "allreduce", "workers": 2, "cores": 2, "rows": 32, "parameters": 1}
+    found = Plans(
+        **about, optimizer="AdamW", limits=(2 * 10**9,) * 2, plans=(only,), alone=only, identity={}, seconds=1.0
+    )
+    return found.chosen
+
+
 CASES: dict[str, Refused] = {
     "stages=3 with 4 workers": trained("stages=3", 4),
     "stages=4 with 2 workers": trained("stages=4"),
@@ -129,7 +143,13 @@ CASES: dict[str, Refused] = {
     "stages=2 with allreduce:combine=adasum": trained("stages=2", strategy="allreduce:combine=adasum"),
     "stages=2 with diloco:streaming=2": trained("stages=2", strategy="diloco:streaming=2"),
     "stages=2 with update-sharing": trained("stages=2", strategy="update-sharing"),
-    "stages=2 on engine sim": trained("stages=2", engine="sim"),
+    "stages=2,offload=host": trained("stages=2,offload=host"),
+    "auto on engine sim": trained("auto", engine="sim"),
+    "auto where nothing fits": nothing_fits,
+    "memory_per_worker=2": lambda: limits_of("2", 2),
+    "memory_per_worker=1GB,2GB with 3 workers": lambda: limits_of("1GB,2GB", 3),
+    "memory_per_worker without auto": trained("stages=2", memory_per_worker="2GB"),
+    "a plan's file that is none": trained("refused_plans.json"),
     "stages=2 with survive": trained("stages=2", survive="max_losses=1"),
     "stages=2, a task's own executor, as of Keras": trained("stages=2", executor=lambda task, worker: None),
     "stages=6 of a model with 4 places": cut("stages=6", MLP, classified),
