@@ -16,10 +16,10 @@ from manyhands import rng
 from manyhands.comm.group import Group
 from manyhands.data.batch import merged, rows_of
 from manyhands.data.feed import Feed
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
-from manyhands.task import Metrics, Summed, Task, is_one_number, named
+from manyhands.task import Evaluate, Metrics, Summed, Task, is_one_number, named
 
 HIGHER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "r2", "top1", "top5", "score", "likelihood"}
 HIGHER |= {"iou", "miou", "dice", "ap", "map", "psnr", "ssim", "bleu", "rouge"}  # of images and texts
@@ -91,20 +91,55 @@ def holding(replica: Replica, parameters: FlatVector, buffers: dict[str, Tensor]
                 replica.set_parameters(own)
 
 
-def ensemble_of(replica: Replica, group: Group) -> AveragedOutputs:
-    """All ranks' models as one."""
+Member = tuple[FlatVector, dict[str, Tensor]]
+"""Parameters, and buffers by name, of a model of an ensemble, or of one worker's part of it."""
+
+
+def members_of(replica: Replica, group: Group) -> list[Member]:
+    """What each rank holds. A collective."""
     parts = [group.all_gather(part) for part in replica.parameters.parts]  # of each shard [N, D']
-    buffers = {name: group.all_gather(buffer.reshape(-1)) for name, buffer in replica.model.named_buffers()}  # [N, …]
-    members = []
-    for rank in range(group.size):
-        member = copy.deepcopy(replica.model)
-        load(
-            member,
-            replica.named(FlatVector([part[rank] for part in parts])),
-            {name: rows[rank] for name, rows in buffers.items()},
+    held = dict(replica.model.named_buffers())
+    buffers = {name: group.all_gather(buffer.reshape(-1)) for name, buffer in held.items()}  # [N, …]
+    return [
+        (
+            FlatVector([part[rank] for part in parts]),
+            {name: rows[rank].view(held[name].shape) for name, rows in buffers.items()},
         )
-        members.append(member)
-    return AveragedOutputs(members).eval()
+        for rank in range(group.size)
+    ]
+
+
+def ensemble_of(replica: Replica, members: Sequence[Member]) -> AveragedOutputs:
+    """Whole models as one."""
+    models = [copy.deepcopy(replica.model) for _ in members]
+    for model, (parameters, buffers) in zip(models, members, strict=True):
+        load(model, replica.named(parameters), buffers)
+    return AveragedOutputs(models).eval()
+
+
+def of_parts(replica: Replica, members: Sequence[Member], metrics: Evaluate) -> Callable[[Any], Metrics]:
+    """What measures a batch with an ensemble whose models are cut: the replica's workers run one after the other, and in the
+    last run the model gives the mean of all outputs. A collective of these workers."""
+
+    def measure(batch: Any) -> Metrics:
+        outputs: list[Any] = []  # of the worker that ends the program; the others never see one
+
+        def take(model: nn.Module, inputs: Any, output: Any) -> Any:
+            outputs.append(output)
+            return merged(outputs, lambda parts: torch.stack(parts).mean(0)) if len(outputs) == len(members) else None
+
+        found: Metrics = {}
+        with replica.model.register_forward_hook(take):
+            for member in members:
+                with holding(replica, *member):
+                    found = replica.executor.evaluate(metrics, batch)
+        if len(outputs) not in (0, len(members)):
+            raise Unsupported(
+                f"evaluate(model, batch) called the model {len(outputs)} times for {len(members)} models of an ensemble: call it once"
+            )
+        return found
+
+    return measure
 
 
 def load(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

@@ -137,28 +137,38 @@ class Validator:
             task = self.plan.task
             measure: Callable[[Any], Metrics] = partial(self.replica.executor.evaluate, task.metrics)
             if not self.plan.strategy.needs.one_model:
-                ensemble = evaluation.ensemble_of(self.replica, worker.mesh.data)
-                measure = evaluation.of_model(task, ensemble, worker.device)
+                members = evaluation.members_of(self.replica, worker.mesh.data)
+                if worker.mesh.model.size > 1:
+                    measure = evaluation.of_parts(self.replica, members, task.metrics)
+                else:
+                    ensemble = evaluation.ensemble_of(self.replica, members)
+                    measure = evaluation.of_model(task, ensemble, worker.device)
             metrics = evaluation.evaluate(measure, feed, worker.mesh.data, progress)
         return {prefix + name: value for name, value in metrics.items()}
 
     def _delivered(self, parameters: FlatVector, buffers: dict[str, Tensor], over: bool) -> tuple[list[State], str]:
-        """(`Outcome.states`, `Outcome.file`) of this answer; nothing on ranks that nobody asks."""
-        if not self.plan.strategy.needs.one_model:
-            return self._ensemble(parameters, buffers), ""
-        everywhere, mesh = self.plan.every_rank_returns, self.worker.mesh
+        """(`Outcome.states`, `Outcome.file`) of this answer, or of each member of an ensemble; nothing on ranks that nobody
+        asks."""
+        everywhere, mesh, one = self.plan.every_rank_returns, self.worker.mesh, self.plan.strategy.needs.one_model
+        members = [(parameters, buffers)]
+        if not one:
+            with evaluation.holding(self.replica, parameters, buffers):
+                members = evaluation.members_of(self.replica, mesh.data)
         if not (everywhere or mesh.rows[0] == 0):
             return [], ""
-        if self.plan.model_parallel is not None and mesh.model.size > 1:
+        if one and self.plan.model_parallel is not None and mesh.model.size > 1:
             readers = self.worker.group if everywhere else mesh.model
             if model_file.seen_by_all(self.plan.claim, readers):
                 return self._written(parameters, buffers) if over else ([], "")
-        trained = self.replica.named(parameters)
+        return [self._joined(self._state(*member)) for member in members], ""
+
+    def _state(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> State:
+        """What this worker holds of a model with these values, copied to the CPU."""
         rest: dict[str, Tensor] = {}
         if self._rest(self.replica.model):
             with evaluation.holding(self.replica, parameters, buffers) as model:
                 rest = _own(self._rest(model))
-        return [self._joined((_own(trained), _own(buffers), rest))], ""
+        return _own(self.replica.named(parameters)), _own(buffers), rest
 
     def _written(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> tuple[list[State], str]:
         """The first replica's workers write the run's model file, each its part; what that holds is in no state."""
@@ -173,19 +183,6 @@ class Validator:
             self.worker.group.barrier()  # the file is there for all
         others = {name: buffer for name, buffer in buffers.items() if name not in saved}
         return [self._joined(({}, _own(others), {}))], model_file.FINAL
-
-    def _ensemble(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> list[State]:
-        """Each member's values, copied to the CPU."""
-        with evaluation.holding(self.replica, parameters, buffers):
-            members = evaluation.ensemble_of(self.replica, self.worker.mesh.data).members
-        if self.worker.rank and not self.plan.every_rank_returns:
-            return []
-        names = self.replica.layout.names
-        trainable = [{name: p for name, p in m.named_parameters() if name in names} for m in members]
-        return [
-            (_own(p), _own(dict(m.named_buffers())), _own(self._rest(m)))
-            for m, p in zip(members, trainable, strict=True)
-        ]
 
     @property
     def _slices(self) -> dict[str, ParameterSlice]:
