@@ -269,7 +269,7 @@ class Worker:
         """The next slice of the segment for this worker's replica, or its end; None: members change. Collective over
         `mesh.model`.
 
-        The workers of a replica get the same one: the first of them asks the driver. push: see `DriverClient.lease`.
+        The first worker of a replica asks the driver, and the others get its answer. push: see `DriverClient.lease`.
         """
         members = self.mesh.model
         answer = self.driver.lease(segment, self.mesh.rows[0], push) if members.rank == 0 else None
@@ -281,12 +281,12 @@ class Worker:
     def tick(self, bits: int) -> int:
         """This worker's replica has finished a tick: wait until the server's gate lets it begin the next one.
 
-        Returns what `Server.tick` does. Collective over `mesh.model`: the workers of a replica go on together, after
-        the first of them, with the OR of their bits.
+        Returns what `Server.tick` does. Where there is a gate, collective over `mesh.model`: the workers of a replica go
+        on together, after the first of them, with the OR of their bits.
         """
         assert self.server is not None
         members = self.mesh.model
-        if members.size == 1:
+        if members.size == 1 or self.server.spec.bound is None:
             return self.server.tick(bits)
         bits = reduce(or_, members.all_gather_json(bits))
         received = self.server.tick(bits) if members.rank == 0 else 0

@@ -308,7 +308,6 @@ def test_an_optimizers_groups_keep_their_number() -> None:
         (2, "fsdp=2", "allreduce", Unsupported, "part 2"),
         (2, "tensor=2", "allreduce", Unsupported, "part 2"),
         (2, "stages=2", "hogwild", Unsupported, "write to one copy"),
-        (2, "stages=2", "ensemble", Unsupported, "many models"),
         (2, "stages=2", "quorum", Unsupported, "server"),
         (2, "stages=2", "allreduce:overlap=true", Unsupported, "overlap"),
         (2, "stages=2", "diloco:streaming=2", Unsupported, "streaming"),

@@ -5,6 +5,7 @@ import random
 import secrets
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,38 @@ def test_who_waits_for_a_worker_that_does_nothing_learns_which():
         assert lost.value.rank == 1
         with pytest.raises(PeerLost, match="worker 1"):  # and so does everything from then on
             fast.pull(torch.empty(N))
+
+
+def test_each_part_of_a_replica_has_a_center_of_its_own():
+    """Of two replicas of two workers: lengths differ, staleness is that of the replica's push on this part."""
+    with hosting(ServerSpec(rule="staleness", coordinates=2), 4, shards=2) as host:
+        lengths = {0: 4, 1: 6}
+        for rank, client in enumerate(host.clients):
+            part = rank % 2
+            client.initialize(torch.full((lengths[part],), float(rank)))
+            client.activate()
+            client.pull(torch.empty(lengths[part]))
+        for rank in (0, 1, 2):
+            host.client(rank).push(torch.ones(lengths[rank % 2]))
+        for rank, expected in ((0, 0 + 1 + 1 / 2), (1, 1 + 1)):
+            center = torch.empty(lengths[rank % 2])
+            host.client(rank).center(center)
+            assert center.eq(expected).all(), rank
+        assert [client.drain_journal().get("staleness") for client in host.clients] == [[0], [0], [1], None]
+    assert [one["pushes"] for one in host.output] == [3, 3]
+
+
+@pytest.mark.parametrize(("bound", "rank", "waits_for"), [(0, 0, 2), (0, 1, 3), (1, 0, 2), (1, 1, None)])
+def test_the_first_part_has_the_gate_and_where_all_are_in_step_each_has(bound, rank, waits_for):
+    with hosting(ServerSpec(rule="add", bound=bound, coordinates=2), 4, timeout_s=0.4) as host:
+        for client in host.clients:
+            client.initialize(torch.zeros(N))
+            client.activate()
+        for _ in range(bound):
+            host.client(rank).tick()
+        with nullcontext() if waits_for is None else pytest.raises(PeerLost, match=f"worker {waits_for} on") as lost:
+            host.client(rank).tick()
+        assert waits_for is None or lost.value.rank == waits_for
 
 
 def test_who_waits_for_a_first_center_that_nobody_offers_is_told_so():

@@ -118,7 +118,7 @@ def gone_on(saved: Checkpoint, spec: str, workers: int, ticks: int) -> list[tupl
         rank, server = hand.worker.rank, hand.worker.server
         hand.state, _ = run_state.restore(saved, hand.replica, hand.state, rank, workers, None)
         if rank == 0:
-            run_state.restore_server(saved, server, hand.replica)
+            run_state.restore_server(saved, 0, server, hand.replica)
         hand.worker.group.barrier()
         answers = []
         for _ in range(ticks):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manyhands.checkpoint.checkpoints import Checkpoint
 
-_BY_PARAMETER = ("parameters", "strategy", "optimizer", "best")
+_BY_PARAMETER = ("parameters", "strategy", "optimizer", "best", "server")
 _BY_BUFFER = ("buffers", "best_buffers")
 
 
@@ -43,14 +43,18 @@ class ByReplica:
         return _Joined(found)
 
     def values(self, rank: int) -> dict[str, Any]:
-        """The first of its workers', with all of their optimizer's; no random state."""
+        """The first of its workers', with all of their optimizer's, and the newest version of its server; no random state."""
         everyone = [self._of_member(member) for member in self._of(rank)]
         optimizer = dict(everyone[0]["optimizer"])
         optimizer["values"] = {
             name: held for one in everyone for name, held in one["optimizer"]["values"].items() if name in self._held
         }
         slices = {name: part for one in reversed(everyone) for name, part in one["slices"].items()}
-        return everyone[0] | {"optimizer": optimizer, "slices": slices, "random": None}
+        found = everyone[0] | {"optimizer": optimizer, "slices": slices, "random": None}
+        if (server := everyone[0].get("server")) is not None:
+            version = max(one["server"]["numbers"]["version"] for one in everyone)
+            found["server"] = {**server, "numbers": {**server["numbers"], "version": version}}
+        return found
 
     def _of_member(self, member: int) -> dict[str, Any]:
         if member not in self._values:

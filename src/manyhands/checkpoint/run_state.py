@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from manyhands import rng
-from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.optimizer_state import COUNTS, counts_on_device
@@ -165,9 +164,9 @@ def capture_server(server: Server, replica: Replica) -> Parts:
     return tensors, {"vectors": sorted(held.vectors), "numbers": held.numbers}
 
 
-def restore_server(checkpoint: Checkpoint, server: Server, replica: Replica) -> None:
-    """Have the server go on from what rank 0's part of a checkpoint holds."""
-    saved, values = checkpoint.tensors(0), checkpoint.values(0)["server"]
+def restore_server(checkpoint: Snapshot, rank: int, server: Server, replica: Replica) -> None:
+    """Have the server go on from what this rank's part of a checkpoint holds."""
+    saved, values = checkpoint.reader(rank), checkpoint.values(rank)["server"]
     vectors = {}
     for vector in values["vectors"]:
         vectors[vector] = torch.zeros(replica.layout.padded, dtype=replica.layout.dtype)

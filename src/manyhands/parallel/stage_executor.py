@@ -319,6 +319,14 @@ class StageExecutor(AutogradExecutor):
         return self.shards[0].layout.device
 
     @override
+    def share(self, named: Mapping[str, torch.Tensor]) -> None:
+        for stages, group in self.place.tied.items():
+            for name in (name for name in named if self.stages_of[name] == stages):
+                flat = named[name].reshape(-1)
+                group.broadcast_(flat, 0)
+                named[name].copy_(flat.view(named[name].shape))
+
+    @override
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         """The last stage's metrics, on all of the replica's workers."""
         with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -118,6 +118,10 @@ class StepExecutor(ABC):
         if self.members.size > 1:
             self.members.all_reduce_(sums)
         return sums
+
+    def share(self, named: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Of values by parameter: workers of this replica that hold the same parameter take those of the first of them. A
+        collective of these workers."""
 
     def dot(self, one: FlatVector, other: FlatVector) -> float:
         """The dot product over all shards and over `members`, summed in float64; copies of a parameter count once."""

@@ -9,8 +9,8 @@ them. None waits for ever: a server that is gone, or does not answer for `timeou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class ServerSpec:
     options: dict[str, Any] = field(default_factory=dict)  # the rule's own
     compress: str = "none"  # the codec of pushes that come encoded (comm/codecs); pulls and answers travel as they are
     one_shard: bool = False  # the rule looks at whole pushes (quorum counts them): it cannot be split over shards
+    coordinates: int = 1  # parts of a replica, each with a center of its own: worker r holds part r % coordinates
+
+    def of_coordinate(self, coordinate: int) -> ServerSpec:
+        """Of the center of one part. The first worker of a replica passes the gate for all of them, so that the other parts
+        have none; where all are in step, each part completes its own steps."""
+        gate = coordinate == 0 or self.bound == 0
+        return replace(self, bound=self.bound if gate else None, coordinates=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,9 @@ class Server(ABC):
     shards: int = 1  # over which a vector is cut
     waited_s: float = 0.0  # seconds at the gate, or for an answer that was held back
     pulled: Sequence[int] = ()  # by shard, the version of the newest center that has come; (): none yet
+    received: Callable[[Tensor], None] | None = None
+    """Called with each center and each answer [D'] that has come, before the caller has it, and may change it: where
+    workers of a replica hold the same parameter, they take one value of it."""
 
     @abstractmethod
     def initialize(self, center: Tensor) -> None:

@@ -55,7 +55,7 @@ class ServerClient(Server):
     @override
     def center(self, into: Tensor) -> None:
         self._read("center", into)
-        self._count("center", into)
+        self._has_come("center", into)
 
     @override
     def push(
@@ -119,7 +119,7 @@ class ServerClient(Server):
         return Exchanged(what, versions is not None)
 
     def _has_pulled(self, versions: list[int], into: Tensor) -> None:
-        self._count("pull", into)
+        self._has_come("pull", into)
         self._journal.pulled(versions)
         self.pulled = versions
 
@@ -128,7 +128,7 @@ class ServerClient(Server):
     ) -> Pushed:
         self._count("push", update)
         if answer is not None:
-            self._count("answer", answer)
+            self._has_come("answer", answer)
         self._journal.pushed(replies, weight, answered=answer is not None)
         first = replies[0]
         if isinstance(first, Held):
@@ -166,6 +166,11 @@ class ServerClient(Server):
     @abstractmethod
     def _tick(self, bits: int) -> int:
         """As `tick`, where there is a gate."""
+
+    def _has_come(self, operation: str, vector: Tensor) -> None:
+        self._count(operation, vector)
+        if self.received is not None:
+            self.received(vector)
 
     def _count(self, operation: str, vector: Tensor | Encoded) -> None:
         self.ledger.add(operation, vector.nbytes, self.shards)

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -59,6 +59,9 @@ def serve(
 ) -> dict[str, Any]:
     """Serve shard `shard` of `shards` until all of range(workers) came and went; its version, calls and lost workers.
 
+    Where the replicas have several parts (`spec.coordinates`), it is this shard of each part's center. The version is the
+    first part's.
+
     channels: by rank, of the workers whose connections are inherited; from now on this call's. The others come to
     `listener` with the hello that `protocol.hello` makes; it is closed once all are here, or this call ends.
     timeout_s: nobody waits longer for a worker that does nothing; all workers have to come within it.
@@ -70,8 +73,7 @@ def serve(
         for rank, channel in channels.items():
             host.start(rank, channel)
         host.run(listener, shards, progress)
-        version, calls = host.shard.store.version, host.shard.calls
-        return {"shard": shard, "version": version, **calls, "lost": sorted(host.lost)}
+        return {"shard": shard, "version": host.shards[0].store.version, **host.calls, "lost": sorted(host.lost)}
     finally:
         if listener is not None:
             listener.close()
@@ -81,7 +83,11 @@ def serve(
 class _Host:
     def __init__(self, spec: ServerSpec, shard: int, workers: int, generation: int, timeout_s: float) -> None:
         self.number, self.workers, self.generation, self.timeout_s = shard, workers, generation, timeout_s
-        self.shard = Shard(spec, workers, timeout_s)
+        ranks_by_part = [range(workers)[part :: spec.coordinates] for part in range(spec.coordinates)]
+        self.shards = [
+            Shard(spec.of_coordinate(part), len(ranks), timeout_s, ranks=ranks)
+            for part, ranks in enumerate(ranks_by_part)
+        ]
         self.lock = threading.Lock()
         self.threads: dict[int, threading.Thread] = {}
         self.connections: dict[int, Connection] = {}
@@ -92,13 +98,21 @@ class _Host:
 
     def start(self, rank: int, channel: Channel) -> None:
         channel.generation = max(channel.generation, self.generation)
-        connection = Connection(self.shard, rank, channel)
-        thread = threading.Thread(target=self._serve, args=(connection,), name=f"manyhands-worker-{rank}", daemon=True)
+        replica, part = divmod(rank, len(self.shards))
+        connection = Connection(self.shards[part], replica, channel)
+        thread = threading.Thread(
+            target=self._serve, args=(rank, connection), name=f"manyhands-worker-{rank}", daemon=True
+        )
         with self.lock:
             self.connections[rank], self.threads[rank] = connection, thread
         thread.start()
 
-    def _serve(self, connection: Connection) -> None:
+    @property
+    def calls(self) -> dict[str, int]:
+        """Of all parts together, by kind."""
+        return {kind: sum(shard.calls[kind] for shard in self.shards) for kind in self.shards[0].calls}
+
+    def _serve(self, rank: int, connection: Connection) -> None:
         lost, peer = True, connection.channel.peer
         try:
             try:
@@ -109,13 +123,13 @@ class _Host:
             except (FrameError, ManyhandsError) as error:
                 _log.warning("server shard %d closed the connection to %s: %s", self.number, peer, error)
             connection.channel.close()
-            self.shard.end(connection.worker, Call.LEAVE if lost else Call.DEACTIVATE)
+            connection.shard.end(connection.worker, Call.LEAVE if lost else Call.DEACTIVATE)
         except BaseException as error:  # noqa: BLE001 - `run` raises it: the shard itself is broken
             self.error = error
         finally:
             with self.lock:
-                self.gone.add(connection.worker)
-                self.lost += [connection.worker] if lost else []
+                self.gone.add(rank)
+                self.lost += [rank] if lost else []
             os.write(self.waker, b".")
 
     def run(self, listener: Listener | None, shards: int, progress: Callable[[str, int], None]) -> None:
@@ -136,7 +150,7 @@ class _Host:
                     with suppress(ChannelTimeout):  # it was a stranger, or not all of a hello
                         channel, hello = listener.accept(lambda hello: self._name(hello, shards), 0.0)
                         self.start(hello["worker"], channel)
-            requests = sum(self.shard.calls.values())
+            requests = sum(self.calls.values())
             progress("wait" if requests == before else "serve", requests)
             before = requests
 
@@ -168,7 +182,8 @@ class _Host:
             connection.channel.close()
         for thread in self.threads.values():
             thread.join()
-        self.shard.close()
+        for shard in self.shards:
+            shard.close()
         os.close(self.awake)
         os.close(self.waker)
 
@@ -188,8 +203,17 @@ class Shard:
     returns.
     """
 
-    def __init__(self, spec: ServerSpec, workers: int, timeout_s: float, copy: Copy | None = None) -> None:
+    def __init__(
+        self,
+        spec: ServerSpec,
+        workers: int,
+        timeout_s: float,
+        copy: Copy | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """ranks: of the workers in the run, for messages; default: their numbers here."""
         self.store, self.workers = Store(make_rule(spec), workers, spec.bound), workers
+        self.ranks = range(workers) if ranks is None else ranks
         self.spec = spec
         self.calls = {"pulls": 0, "pushes": 0, "dropped": 0}
         self.published: VersionedBuffer | None = None
@@ -321,7 +345,7 @@ class Shard:
                 now = time.monotonic()
                 if now - max(begun, self._moved) > self._timeout_s:
                     slowest = self.store.slowest
-                    raise WorkersLate(-1 if slowest is None else slowest, now - begun)
+                    raise WorkersLate(-1 if slowest is None else self.ranks[slowest], now - begun)
 
     # -- the first center ----------------------------------------------------------------------------------------------
 
@@ -450,7 +474,7 @@ class Connection:
 
     def __init__(self, shard: Shard, worker: int, channel: Channel) -> None:
         self.worker, self.channel = worker, channel
-        self._shard = shard
+        self.shard = shard
         self._inbox: Tensor | None = None  # [n] where updates come in, and answers go out
         self._shared = False  # the inbox is the worker's outbox, in memory of both
         self._handlers: dict[int, Callable[[Frame], None]] = {
@@ -507,7 +531,7 @@ class Connection:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _offer(self, frame: Frame) -> None:
-        offered = self._shard.offer(frame.a, dtype_of(frame), self._alive)
+        offered = self.shard.offer(frame.a, dtype_of(frame), self._alive)
         if offered is not None:
             came = False
             try:
@@ -515,59 +539,59 @@ class Connection:
                 self.channel.expect(Kind.GIVE, offered.buffers[0])
                 came = True
             finally:
-                self._shard.take(offered, came=came)
-        self._done(self._shard.sent)
+                self.shard.take(offered, came=came)
+        self._done(self.shard.sent)
 
     def _await(self, frame: Frame) -> None:
-        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
+        self.shard.await_center(frame.a, dtype_of(frame), self._alive)
         self._send(Kind.DONE)
 
     def _memory(self, frame: Frame) -> None:
         """The center's slots, and an outbox for this worker."""
-        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
-        center = self._shard.memory
+        self.shard.await_center(frame.a, dtype_of(frame), self._alive)
+        center = self.shard.memory
         outbox = make_outbox(center.n, center.dtype)
         try:
             self._inbox, self._shared = map_outbox(outbox, center.n, center.dtype), True
-            self._shard.share_outbox(self.worker, center.n, outbox)
+            self.shard.share_outbox(self.worker, center.n, outbox)
             self._send(Kind.MEMORY, a=center.slots, b=center.stride)
             self.channel.send_fds([center.fd, outbox])
         finally:
             os.close(outbox)
 
     def _activate(self, frame: Frame) -> None:
-        self._done(self._shard.make(Call.ACTIVATE, self.worker, frame.generation)[1])
+        self._done(self.shard.make(Call.ACTIVATE, self.worker, frame.generation)[1])
 
     def _done(self, index: int) -> None:
-        self._shard.leave(index, self._alive)
+        self.shard.leave(index, self._alive)
         self._send(Kind.DONE)
 
     def _pull(self, frame: Frame) -> None:
-        self._shard.await_center(frame.a, dtype_of(frame), self._alive)
-        version, slot, index = self._shard.pin(self.worker, pull=frame.kind == Kind.PULL)
-        self._shard.leave(index, self._alive)
+        self.shard.await_center(frame.a, dtype_of(frame), self._alive)
+        version, slot, index = self.shard.pin(self.worker, pull=frame.kind == Kind.PULL)
+        self.shard.leave(index, self._alive)
         if self._shared:
             self._send(Kind.CENTER, a=version, b=slot)  # RELEASE will follow
         else:
-            self._send(Kind.CENTER, self._shard.memory.buffers[slot], a=version)
-            self._shard.unpin(self.worker)
+            self._send(Kind.CENTER, self.shard.memory.buffers[slot], a=version)
+            self.shard.unpin(self.worker)
 
     def _release(self, frame: Frame) -> None:
-        self._shard.unpin(self.worker)
+        self.shard.unpin(self.worker)
 
     def _push(self, frame: Frame) -> None:
         update, sent = self._update(frame)
         reply: object
         since = frame.a - 1 if frame.a else None
-        reply, index = self._shard.push(
+        reply, index = self.shard.push(
             self.worker, frame.sequence, update, frame.weight, bits_of(frame.blob), since, sent
         )
-        self._shard.leave(index, self._alive)
-        if isinstance(reply, Held) and not self._shard.store.rule.answers:
+        self.shard.leave(index, self._alive)
+        if isinstance(reply, Held) and not self.shard.store.rule.answers:
             self._send(Kind.HELD, a=reply.version, b=reply.staleness)
             return
         if isinstance(reply, Held):
-            reply = self._shard.answer(self.worker, self._alive)
+            reply = self.shard.answer(self.worker, self._alive)
         assert isinstance(reply, Applied | Dropped)
         self._answer(reply)
 
@@ -579,7 +603,7 @@ class Connection:
         if self._shared and frame.elements:
             raise FrameError(f"updates of this worker come in shared memory; got {frame.elements} elements")
         if not self._shared:
-            self._shard.check(frame.elements, frame.dtype, "a push")
+            self.shard.check(frame.elements, frame.dtype, "a push")
             if self._inbox is None:
                 self._inbox = torch.empty(frame.elements, dtype=frame.dtype)
             self.channel.receive_into(self._inbox)
@@ -588,7 +612,7 @@ class Connection:
 
     def _decoded(self, frame: Frame) -> tuple[Tensor, Tensor]:
         """[n] a decoded payload. BadInput for other codecs, before memory is taken where its length shows it."""
-        codec, center = codec_for(self._shard.spec), self._shard.memory
+        codec, center = codec_for(self.shard.spec), self.shard.memory
         if frame.dtype != torch.uint8:
             raise BadInput(f"a payload must be a number of bytes (uint8); got {frame.elements} of {frame.dtype}")
         codec.check_length(frame.tensor_bytes, center.n, center.dtype)
@@ -611,26 +635,26 @@ class Connection:
 
     def _tick(self, frame: Frame) -> None:
         reply: object
-        reply, index = self._shard.make(Call.TICK, self.worker, frame.sequence, bits=bits_of(frame.blob))
+        reply, index = self.shard.make(Call.TICK, self.worker, frame.sequence, bits=bits_of(frame.blob))
         if isinstance(reply, Go):
-            self._shard.leave(index, self._alive)
+            self.shard.leave(index, self._alive)
         else:
-            reply = self._shard.answer(self.worker, self._alive)
+            reply = self.shard.answer(self.worker, self._alive)
         assert isinstance(reply, Go)
         self._send(Kind.GO, blob=bits_bytes(reply.bits))
 
     def _deactivate(self, frame: Frame) -> None:
-        self._done(self._shard.make(Call.DEACTIVATE, self.worker)[1])
+        self._done(self.shard.make(Call.DEACTIVATE, self.worker)[1])
 
     def _capture(self, frame: Frame) -> None:
-        vectors, numbers = self._shard.call(captured)
+        vectors, numbers = self.shard.call(captured)
         self._send(Kind.SNAPSHOT, blob=to_json({"names": list(vectors), "numbers": numbers}))
         for vector in vectors.values():
             self._send(Kind.VECTOR, vector)
 
     def _restore(self, frame: Frame) -> None:
-        names, numbers = snapshot_of(frame.blob, self._shard.workers)
-        vectors, n = {}, self._shard.memory.n
+        names, numbers = snapshot_of(frame.blob, self.shard.workers)
+        vectors, n = {}, self.shard.memory.n
         for name in names:
             frame = self.channel.receive()
             if frame.kind != Kind.VECTOR or frame.elements != n:
@@ -639,7 +663,7 @@ class Connection:
             self.channel.receive_into(vectors[name])
         try:
             restored: dict[str, Any] = {"vectors": tuple(vectors.values()), "names": tuple(vectors), "numbers": numbers}
-            index = self._shard.make(Call.RESTORE, **restored)[1]
+            index = self.shard.make(Call.RESTORE, **restored)[1]
         except ManyhandsError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -180,12 +180,10 @@ class Strategy(ABC):
         """Why each worker must hold a whole replica; "" where this acts on parts of a model as on the whole."""
         if self.needs.one_host:
             return "all workers write to one copy of the parameters"
-        if not self.needs.one_model:
-            return "its answer is many models, whose outputs are averaged"
         if self.needs.mailbox:
             return "one threshold decides which numbers of the whole model are posted"
-        if self.server() is not None:
-            return "its server holds whole models"
+        if (server := self.server()) is not None and server.one_shard:
+            return "its server counts pushes of whole models: use one that does not (downpour, dynsgd, agn, easgd)"
         return "" if self.needs.elementwise else "what it does with a number depends on others"
 
     def rate_factor(self, workers: int) -> float:

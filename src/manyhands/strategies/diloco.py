@@ -124,6 +124,10 @@ class DiLoCo(CompressOptions, Strategy):
 
     @override
     def whole_replicas(self) -> str:
+        if self.via == "server" and self.bound != 0:
+            return (
+                "its rounds are made of pushes of whole models: give bound=0, with which all are in step, or via=group"
+            )
         return "streaming cuts the whole model into fragments" if self.streaming else super().whole_replicas()
 
     @override

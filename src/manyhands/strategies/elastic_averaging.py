@@ -225,7 +225,7 @@ class Elastic(AsyncOptions, Strategy):
         in_step = self.leasing() is None
         limit = 2 / (worker.mesh.data.size + 1) if in_step else 1.0
         alpha = self._alpha(worker.mesh.data.size)
-        if worker.mesh.data.rank == 0 and alpha > limit:
+        if worker.rank == 0 and alpha > limit:
             where = (
                 f"with {count(worker.mesh.data.size, 'worker')} in step"
                 if in_step

@@ -474,7 +474,7 @@ def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
         rank, size = trainer.worker.rank, trainer.worker.size
         trainer.state, _ = run_state.restore(saved, trainer.replica, trainer.state, rank, size, None)
         if trainer.worker.server is not None and rank == 0:
-            run_state.restore_server(saved, trainer.worker.server, trainer.replica)
+            run_state.restore_server(saved, 0, trainer.worker.server, trainer.replica)
         trainer.tick, trainer.replica.tick = saved.tick, saved.tick - 1
         return run_to_end(trainer)
 

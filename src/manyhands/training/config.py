@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from manyhands.own_loop.argument_checks import check_launch
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.trace import check_not_compiled
 from manyhands.replica.layout import layouts_of
+from manyhands.server.base import ServerSpec
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
@@ -49,6 +50,12 @@ class TrainConfig:
     def replicas(self) -> int:
         """How many copies of the model there are."""
         return self.count // (self.model_parallel.workers if self.model_parallel is not None else 1)
+
+    @property
+    def server(self) -> ServerSpec | None:
+        """The strategy's, with a center for each part of a replica; None: it has none."""
+        spec, parallel = self.strategy.server(), self.model_parallel
+        return spec if spec is None or parallel is None else replace(spec, coordinates=parallel.workers)
 
     @property
     def count(self) -> int:

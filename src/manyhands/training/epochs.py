@@ -253,7 +253,7 @@ class AsyncEpochs:
                 part,
                 before + lease.index,
                 lease=[lease.index, lease.part, lease.handed],
-                parts=segment.parts,
+                parts=segment.parts * loop.worker.mesh.model.size,  # of which each has an event of its own
                 **({"again": True, "epoch": segment.epoch} if lease.again else {}),
             )
 
@@ -262,7 +262,8 @@ class AsyncEpochs:
         loop, max_steps = self._loop, self._loop.task.max_steps
         if self._ticks is not None:
             return False
-        return loop.wants_stop() or (max_steps is not None and loop.position.local_steps >= max_steps)
+        stops = loop.wants_stop() or (max_steps is not None and loop.position.local_steps >= max_steps)
+        return any(loop.worker.mesh.model.all_gather_json(stops))
 
     def _meet(self, segment: Segment) -> None:
         """Wait for all; from here to the next segment nobody trains."""

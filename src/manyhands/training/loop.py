@@ -104,7 +104,7 @@ class Loop:
     def __init__(self, plan: WorkerPlan, worker: Worker, epochs: Callable[[Loop], Epochs]) -> None:
         self.plan, self.worker, self.task = plan, worker, plan.task
         many = not plan.strategy.needs.one_model
-        rng.seed_all(plan.task.seed, worker.rank if many else 0)
+        rng.seed_all(plan.task.seed, worker.mesh.rows[0] if many else 0)
         self.replica = Replica(
             make_executor(plan.task, worker, plan.model_parallel, self._first_rows),
             group=worker.mesh.data,
@@ -114,6 +114,8 @@ class Loop:
             elastic=worker.elastic,
         )
         check_executor(plan.task, self.replica.shards)
+        if worker.server is not None and worker.mesh.model.size > 1:
+            worker.server.received = self._share
         self.train_feed = self._feed(plan.task.train_data, train=True)
         self.ticks_per_epoch = self.train_feed.ticks
         in_step = plan.strategy.leasing() is None
@@ -126,7 +128,7 @@ class Loop:
         if worker.elastic:  # with fewer workers a slice is larger, and memory is not
             self.replica.executor.limit_rows(-(-self.train_feed.batch_size // worker.mesh.rows[1]))
         self._use_schedule()
-        if worker.rank and not many:
+        if worker.rank and (not many or worker.mesh.model.size > 1):
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
             raise self.replica.executor.without_gradients()
@@ -180,6 +182,10 @@ class Loop:
 
     def _first_rows(self) -> Any:
         return first_rows(self.plan, self.worker, self.worker.mesh.rows)
+
+    def _share(self, vector: torch.Tensor) -> None:
+        """Of what has come of the server: workers of a replica that hold the same parameter take the first one's."""
+        self.replica.executor.share(self.replica.named(vector))
 
     def _use_schedule(self) -> None:
         make, total = self.task.schedule, self.total_ticks()

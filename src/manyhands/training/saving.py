@@ -65,7 +65,7 @@ class Saver:
         server = self.worker.server
         if server is not None:
             self.worker.group.barrier()  # all have pushed what they push
-            if self.worker.rank == 0:
+            if self.worker.mesh.data.rank == 0:
                 shared, values["server"] = run_state.capture_server(server, self.replica)
         tensors |= kept | shared
         if self.worker.elastic:
@@ -179,8 +179,9 @@ class Saver:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append
             )  # they were passed over: they are damaged
-        if rank == 0 and self.worker.server is not None:
-            run_state.restore_server(saved, self.worker.server, self.replica)
+        if mesh.data.rank == 0 and self.worker.server is not None:
+            first = mesh.coordinate if snapshot is saved else 0
+            run_state.restore_server(snapshot, first, self.worker.server, self.replica)
         if saved.ranks != size or self.worker.elastic:  # what was counted by ranks that are no more stands with rank 0
             positions = [saved.values(r)["position"] for r in range(saved.ranks)] if rank == 0 else []
             counts = {count: sum(p[count] for p in positions) for count in ("rows", "unused")}

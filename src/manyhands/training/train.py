@@ -143,7 +143,7 @@ def train(
     )
     launch = LaunchSpec(
         workers=config.count,
-        server=config.strategy.server(),
+        server=config.server,
         servers=servers,
         threads_per_worker=threads_per_worker,
         device=device,

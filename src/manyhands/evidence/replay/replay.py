@@ -110,6 +110,10 @@ def replay(
     read_result(folder, (event_log.FILE,))
     steps = event_log.steps_that_count(event_log.files_in(folder))
     journal = ReplayJournal(workers, (event for event, _ in steps), info["stopped"])
+    if "stages" in info:
+        raise Unsupported(
+            f"the run in {folder} was trained with stages, and a replay computes whole replicas: repeat it by training again"
+        )
     if info["device"] != "cpu":
         raise Unsupported(
             f"the run in {folder} computed on {info['device']}, and a replay computes on the CPU, whose bits differ"
