@@ -168,6 +168,7 @@ class FormedGroup:
     generation: int
     worker_ids: Sequence[int]  # of all members; a worker's rank is the place of its id
     group: Group
+    subgroup: Callable[[Sequence[int]], Group] | None = None  # of some members, by worker id; None: there are none
 
 
 @dataclass(kw_only=True)
@@ -236,7 +237,7 @@ class Worker:
         formed.group.ledger.include(before.ledger)  # counts are the worker's, through all its groups
         formed.group.waited_s += before.waited_s
         self.group, self.generation = formed.group, formed.generation
-        self.members = list(formed.worker_ids)
+        self.members, self.subgroup = list(formed.worker_ids), formed.subgroup
         self.rank, self.size = self.members.index(self.worker_id), len(self.members)
         self.mesh = Mesh(world=self.group, data=self.group, rows=(self.rank, self.size))
         return True
@@ -255,15 +256,14 @@ class Worker:
     def make_group(self, ranks: Sequence[int]) -> Group:
         """A further group of these workers, this one among them, in rank order; a collective of them alone.
 
-        The caller closes it. Raises Unsupported where the engine makes no others than the group of all.
+        The caller closes it. Where members may change it is of this generation, and its vectors lie where those of the
+        group of all do. Raises Unsupported where the engine makes no others than the group of all.
         """
-        if list(ranks) == [self.rank]:
+        if list(ranks) == [self.rank] and not self.elastic:
             return SoloGroup()
-        if self.elastic:
-            raise Unsupported("where members may change (survive), there is one group, of all: leave survive out")
         if self.subgroup is None:
             raise Unsupported("this engine makes one group of all its workers: use engine local, hosts or torchrun")
-        return self.subgroup(ranks)
+        return self.subgroup([self.members[rank] for rank in ranks] if self.elastic else ranks)
 
     def lease(self, segment: Segment, push: int | None = None) -> Lease | End | None:
         """The next slice of the segment for this worker's replica, or its end; None: members change. Collective over

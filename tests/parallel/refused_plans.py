@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import BadInput
+from manyhands.parallel.mesh import StagePlace
 from manyhands.parallel.planner.search import Plan, StagePrediction
 from manyhands.parallel.spec import ModelParallel
-from manyhands.parallel.stage_executor import StageExecutor, StagePlace
+from manyhands.parallel.stage_executor import StageExecutor
 from manyhands.parallel.trace import trace
 from manyhands.training.plans import Plans, limits_of
 

@@ -62,6 +62,7 @@ class LaunchSpec:
     frames: Sequence[DistributedFrame] = ()  # whose rows the engine is to bring to the workers' hosts
     roles: Roles | None = None  # of the workers, where they are another framework's cluster
     survive: Survive | None = None  # what losses the program goes on after: it must join groups, see `Worker.join`
+    replica: int = 1  # how many workers hold a replica together: where members change, whole ones take part
     restarts: bool = False  # whether another launch of the same run may follow where this one fails
     generation: int = 0  # the first one, of a run that was started again
     stages: int = 1  # of neighbouring ranks, that hold one replica together

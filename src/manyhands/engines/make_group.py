@@ -129,7 +129,7 @@ def make_group(
     """
     here = next(host for host in topology.hosts if topology.rank in host)
     if len(topology.members) == 1:
-        return SoloGroup()
+        return SoloGroup(arena)
     if len(topology.hosts) == 1:
         if not (topology.own_gpus and topology.over_torch):
             return _on_one_host(topology, meet, memory, topology.members, arena)

@@ -37,9 +37,10 @@ def list_rule(spec: ServerSpec) -> None:
 
 def to_fields(spec: ServerSpec) -> dict[str, Any]:
     """JSON for the processes of a launch; `from_fields` reads it."""
+    fields = {name: value for name, value in vars(spec).items() if name != "coordinates" or value != 1}
     if not is_own(spec.rule):
-        return vars(spec)
-    return {**vars(spec), "text": Path(spec.rule.partition(":")[0]).read_text()}
+        return fields
+    return {**fields, "text": Path(spec.rule.partition(":")[0]).read_text()}
 
 
 def from_fields(fields: dict[str, Any]) -> ServerSpec:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from manyhands.comm.shared_memory.group import SharedMemory
+from manyhands.comm.shared_memory.group import SharedMemory, create_table
 from manyhands.engines.local.messages import Closed, ControlMessage, ControlSocket
 from manyhands.errors import ManyhandsError
 
@@ -39,6 +39,13 @@ def host_identity() -> str:
         return f"{boot} {socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         return f"{socket.gethostname()} process {os.getpid()}"  # unknown: then nobody shares with this one
+
+
+def close_memory(memory: InheritedMemory) -> None:
+    """Of a group that was not made."""
+    descriptors, lifelines = memory
+    for fd in [*descriptors, *(end for pipe in lifelines for end in pipe if end >= 0)]:
+        os.close(fd)
 
 
 def swap_memory(
@@ -77,6 +84,43 @@ def _give(size: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scr
     for rank in range(1, size):
         os.close(pipes[rank][1])
     return memory, [(read, write if rank == 0 else -1) for rank, (read, write) in enumerate(pipes)]
+
+
+class KeptMemory:
+    """The arenas and lifelines of a host's members, of which groups of some of them are made besides the group of all."""
+
+    def __init__(self, memory: InheritedMemory, members: Sequence[int], kept: ExitStack) -> None:
+        """memory: of all of `members`, in their order; it stays the caller's. kept: closes what is kept of it."""
+
+        def keep(fd: int) -> int:
+            if fd < 0:
+                return fd
+            kept.callback(os.close, copy := os.dup(fd))
+            return copy
+
+        (_, *arenas), lifelines = memory
+        self._arenas = dict(zip(members, map(keep, arenas), strict=True))
+        self._lifelines = {
+            member: (keep(read), keep(write)) for member, (read, write) in zip(members, lifelines, strict=True)
+        }
+
+    def of(
+        self, some: Sequence[int], rank: int, exchange: Callable[[Any], list[Any]], timeout_s: float, scratch: str = ""
+    ) -> InheritedMemory:
+        """Of these members, of which this process is number `rank`: a collective of them, who get a new table. exchange,
+        errors and scratch as of `swap_memory`."""
+        if rank == 0:
+            table = create_table(len(some))
+            try:
+                hand_out(lambda peer: [({}, [table])], len(some), exchange, timeout_s, _MEMORY, scratch)
+            except BaseException:
+                os.close(table)
+                raise
+        else:
+            (message,) = take(rank, 1, exchange, timeout_s, _MEMORY)
+            (table,) = message.fds
+        lifelines = [[-1 if fd < 0 else os.dup(fd) for fd in self._lifelines[member]] for member in some]
+        return [table, *(os.dup(self._arenas[member]) for member in some)], [(read, write) for read, write in lifelines]
 
 
 def hand_out(

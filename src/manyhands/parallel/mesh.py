@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from manyhands.comm.group import Group
+from manyhands.comm.lost import LostGroup
 from manyhands.comm.stage_channel import StageChannel
-from manyhands.parallel.stage_executor import StagePlace
 from manyhands.parallel.trace import Cut, ModelTrace
-from manyhands.worker import Mesh, Worker
+from manyhands.worker import DriverClient, Mesh, SoloDriverClient, Worker
 
 _PIECE_BYTES = 1 << 20  # in which a message between stages travels, or a quarter of it
 
@@ -13,6 +19,35 @@ _PIECE_BYTES = 1 << 20  # in which a message between stages travels, or a quarte
 def piece_bytes(message: int) -> int:
     """In which messages of so many bytes travel: a mailbox has room for eight pieces."""
     return max(-(-message // 4), _PIECE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlace:
+    """Where a worker stands in its replica, and what it reaches."""
+
+    stage: int
+    members: Group
+    """The workers of the replica, in the order of their stages."""
+    before: StageChannel | None
+    after: StageChannel | None
+    tied: Mapping[tuple[int, ...], Group]
+    """By the stages that hold the same parameters, this one among them."""
+    driver: DriverClient = field(default_factory=SoloDriverClient)
+    clock: Callable[[], float] = time.perf_counter
+    """The worker's, in seconds."""
+
+    @classmethod
+    def alone(cls, stage: int, stages: int) -> Self:
+        """Of a worker that is in no group."""
+        return cls(stage=stage, members=LostGroup(stage, stages), before=None, after=None, tied={})
+
+    @property
+    def stages(self) -> int:
+        return self.members.size
+
+    @property
+    def channels(self) -> list[StageChannel]:
+        return [channel for channel in (self.before, self.after) if channel is not None]
 
 
 def mesh_of(worker: Worker, stages: int) -> Mesh:
@@ -27,9 +62,19 @@ def mesh_of(worker: Worker, stages: int) -> Mesh:
     )
 
 
+def mesh_alone(worker: Worker, stages: int) -> Mesh:
+    """Of a worker whose members may change, while it is in no group: its place follows from its id."""
+    (replica, stage), replicas = divmod(worker.worker_id, stages), worker.size // stages
+    members = LostGroup(stage, stages)
+    rows = replica % replicas, replicas
+    return Mesh(world=worker.group, data=worker.group, model=members, rows=rows, coordinate=stage)
+
+
 def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
-    """Where a worker stands among the stages; a collective of its replica's workers."""
+    """Where a worker stands among the stages; a collective of its replica's workers, unless it is in no group yet."""
     members, stage = worker.mesh.model, worker.mesh.coordinate
+    if isinstance(members, LostGroup):
+        return StagePlace.alone(stage, members.size)
     first = worker.rank - stage
 
     def channel(left: int) -> StageChannel | None:

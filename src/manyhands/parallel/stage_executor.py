@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
 from manyhands.parallel.absent import Absent
 from manyhands.parallel.build import build, is_absent, take_away
+from manyhands.parallel.mesh import StagePlace, place_of
 from manyhands.parallel.offload import StateOnDisk
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
 from manyhands.parallel.stage_program import StagePass, StageProgram
@@ -26,31 +26,7 @@ from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.process_memory import giving_back
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
 from manyhands.task import Evaluate, Metrics, Summed, Task
-from manyhands.worker import DriverClient, SoloDriverClient
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlace:
-    """Where a worker stands in its replica, and what it reaches."""
-
-    stage: int
-    members: Group
-    """The workers of the replica, in the order of their stages."""
-    before: StageChannel | None
-    after: StageChannel | None
-    tied: Mapping[tuple[int, ...], Group]
-    """By the stages that hold the same parameters, this one among them."""
-    driver: DriverClient = field(default_factory=SoloDriverClient)
-    clock: Callable[[], float] = time.perf_counter
-    """The worker's, in seconds."""
-
-    @property
-    def stages(self) -> int:
-        return self.members.size
-
-    @property
-    def channels(self) -> list[StageChannel]:
-        return [channel for channel in (self.before, self.after) if channel is not None]
+from manyhands.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -106,6 +82,7 @@ class StageExecutor(AutogradExecutor):
         )
         self._task, self._trace, self._cuts, self.place = task, trace, cuts, place
         self._schedule, self._micro_batches, self._offloads = schedule, micro_batches, offloads
+        self._most_rows: int | None = None  # of a micro-batch, where others' rows may come besides
         self._recomputed = {unit.name for unit in trace.units(cuts)} if recomputes else set[str]()
         self.stages_of = trace.stages_of(cuts)
         """{parameter: the stages that hold it}"""
@@ -171,6 +148,29 @@ class StageExecutor(AutogradExecutor):
                     yield _TiedGradients(group, list(numbers), list(gradients))
 
     @override
+    def join(self, worker: Worker) -> None:
+        self.place = place_of(worker, self._trace, self._cuts)
+        self.members = self.place.members
+        self._tied = list(self._tied_gradients())
+
+    @override
+    def leave(self) -> None:
+        for channel in self.place.channels:
+            channel.close()
+        for group in self.place.tied.values():
+            group.close()
+        self.place = StagePlace.alone(self.place.stage, self.place.stages)
+        self.members, self._tied = self.place.members, []
+
+    @override
+    def limit_rows(self, rows: int) -> None:
+        """Micro-batches stay as large as they are with so many rows."""
+        if self._micro_batches is None:
+            super().limit_rows(rows)
+        else:
+            self._most_rows = -(-rows // self._micro_batches)
+
+    @override
     def facts(self) -> dict[str, Any]:
         begin = self.program.begin
         own = {
@@ -233,7 +233,10 @@ class StageExecutor(AutogradExecutor):
     @override
     def backward(self, batch: Any | None) -> StepLoss:
         rows = 0 if batch is None else rows_of(batch)
-        pieces = list(micro_batches_of(rows, self._micro_batches, self._micro)) if rows else []
+        micro_batches = self._micro_batches
+        if micro_batches is not None and self._most_rows is not None:
+            micro_batches = max(micro_batches, -(-rows // self._most_rows))
+        pieces = list(micro_batches_of(rows, micro_batches, self._micro)) if rows else []
         under_way: dict[int, StagePass] = {}
         summed = total = 0.0
         passed = self.place.driver.begin_passes(rows, self.place.stage, self._sizes)
@@ -259,15 +262,22 @@ class StageExecutor(AutogradExecutor):
                     passed(False, share)
                     if self.place.before is not None:
                         self._send(self.place.before, "back", gradients)
-        summed, total, stops = self.reduce(
-            torch.tensor([summed, total, float(self.stop)], dtype=torch.float64)
+        wishes = [float(self.stop), float(self.regroup)]
+        summed, total, stops, regroups = self.reduce(
+            torch.tensor([summed, total, *wishes], dtype=torch.float64)
         ).tolist()
         grad_mask = self.collect(1 / total if total and len(pieces) > 1 else None)
         for tied in self._tied:
             with self._communicating():
                 grad_mask = tied.add_up(grad_mask)
         self.show_gradients(grad_mask)
-        return StepLoss(loss=summed / total if total else 0.0, weight=total, grad_mask=grad_mask, stop=stops > 0)
+        return StepLoss(
+            loss=summed / total if total else 0.0,
+            weight=total,
+            grad_mask=grad_mask,
+            stop=stops > 0,
+            regroup=regroups > 0,
+        )
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from manyhands.replica.layout import Layout, layouts_of
 from manyhands.replica.shard import ParameterShard
 from manyhands.replica.sharded_update import ShardedUpdate
 from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
+from manyhands.worker import Worker
 
 SPARE = 32  # numbers behind the gradients, one of which is used: a whole 128 bytes, as parameters have
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
@@ -37,6 +38,7 @@ class StepLoss:
     weight: float = 0.0  # what that mean is a mean of
     grad_mask: int = 0  # bits: the parameters that got a gradient
     stop: bool = False  # one of the workers that hold this replica wants all to stop
+    regroup: bool = False  # … to form the next generation
 
 
 class StepExecutor(ABC):
@@ -60,6 +62,8 @@ class StepExecutor(ABC):
     """Whether this worker wants all to stop: `backward` tells the others that hold its replica."""
     times_passes: bool = False
     """Whether it reports each pass to the driver itself, see `DriverClient.begin_passes`."""
+    regroup: bool = False
+    """Whether it wants all to form the next generation, where members may change."""
     sharded: ShardedUpdate | None = None
     """Where each worker steps its part of the parameters: see `shard_update`."""
 
@@ -92,6 +96,13 @@ class StepExecutor(ABC):
     @abstractmethod
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         """What `function(model, batch)` measures, without gradients, the same on all members."""
+
+    def join(self, worker: Worker) -> None:  # noqa: B027
+        """Where members may change: the worker is in the next generation, and `worker.mesh` is made. A collective of the
+        workers that hold this replica."""
+
+    def leave(self) -> None:  # noqa: B027
+        """It has left the generation: what it was connected to is closed. Idempotent."""
 
     def facts(self) -> dict[str, Any]:
         """JSON: what a run's summary says of how this replica is held. A collective of the workers that hold it."""

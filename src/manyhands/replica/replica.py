@@ -51,6 +51,7 @@ class Replica:
         elastic: other workers may take the place of these: see `join`.
         """
         self.executor, self._group, self.elastic = executor, group, elastic
+        self._commits: Group | None = None
         self._clip_norm, self._nonfinite, self._clock = clip_norm, nonfinite, clock
         executor.build(self._allocate)
         self.model, self.optimizer, self.shards = executor.model, executor.optimizer, executor.shards
@@ -120,9 +121,12 @@ class Replica:
             raise self.executor.without_gradients()
         return self._gradients
 
-    def join(self, group: Group) -> None:
-        """The workers that hold the same shards are this group's from now on. Nothing is moved or copied."""
-        self._group = group
+    def join(self, group: Group, commits: Group | None = None) -> None:
+        """The workers that hold the same shards are this group's from now on. Nothing is moved or copied.
+
+        commits: the workers that make each step together or not at all, where several hold a replica and may be lost.
+        """
+        self._group, self._commits = group, commits
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -216,9 +220,10 @@ class Replica:
         tick that `skip` says to leave out.
         """
         self._mean = None
-        self.executor.stop = self.control.stop
+        self.executor.stop, self.executor.regroup = self.control.stop, self.control.regroup
         found = self.executor.backward(None if self.skip else batch)
         self.control.stop = self.control.stop or found.stop
+        self.control.regroup = self.control.regroup or found.regroup
         self.weight, self.grad_mask = found.weight, found.grad_mask
         return found.loss
 
@@ -359,26 +364,30 @@ class Replica:
         extra: of rows that were another's: neither the step nor the schedule counts it.
         Raises NotFinite for a gradient that is not finite, unless nonfinite="skip".
         """
-        self.stepped = True
-        if self.weight == 0:
-            if self.idle:
-                self._follow_step()
-            return False
         start, communicated_s = self._clock(), self.executor.communicated_s()
-        if self._nonfinite != "apply" and not self._finite():
+        moves = self.weight != 0
+        if moves and self._nonfinite != "apply" and not self._finite():
             if self._nonfinite == "raise":
                 raise self._not_finite()
-            return False
-        if self._clip_norm is not None:
+            moves = False
+        if moves and self._clip_norm is not None:
             self.executor.clip(self._clip_norm)
-        self.executor.apply()
-        if self.executor.sharded is not None:
+
+        def step() -> bool:
+            self.stepped = True
+            if moves:
+                self.executor.apply()
+            if (moves and not extra) or (self.weight == 0 and self.idle):
+                self._follow_step()
+            self.step += moves and not extra
+            return moves
+
+        applied = step() if self._commits is None else self.complete(self._commits, step)
+        if moves and self.executor.sharded is not None:
             self.executor.sharded.gather_parameters()
-        if not extra:
-            self._follow_step()
-            self.step += 1
-        self.apply_seconds += self._clock() - start - (self.executor.communicated_s() - communicated_s)
-        return True
+        if moves:
+            self.apply_seconds += self._clock() - start - (self.executor.communicated_s() - communicated_s)
+        return applied
 
     def _follow_step(self) -> None:
         if self.schedule is not None and self.watched is None and not self._follows:

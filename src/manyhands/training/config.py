@@ -115,9 +115,25 @@ class TrainConfig:
             )
         if isinstance(task.model, nn.Module):
             check_not_compiled(task.model)
-        if self.survive is not None and not self.survive.restarts_only:
+        self._check_lost_replicas(spec)
+
+    def _check_lost_replicas(self, spec: ModelParallel) -> None:
+        """That a run may go on without a replica of several workers, where it is to."""
+        survive, strategy, members = self.survive, self.strategy, spec.workers
+        if survive is None or survive.restarts_only:
+            return
+        if members > 1 and not (strategy.needs.mean_gradient and getattr(strategy, "compress", "none") == "none"):
             raise Unsupported(
-                'model_parallel: a replica of several workers cannot go on without one of them yet: give max_restarts alone (survive="max_restarts=3"), or leave survive out'
+                f"model_parallel: replicas of several workers that may be lost make each step together, and strategy {strategy.name} does not, or "
+                'compresses: use plain allreduce, or give max_restarts alone (survive="max_restarts=3")'
+            )
+        if members > 1 and self.engine.capabilities.simulated:
+            raise Unsupported(
+                f"model_parallel: engine {self.engine.name} does not play lost replicas of several workers yet: use engine local or hosts, or give max_restarts alone"
+            )
+        if survive.max_workers is not None and survive.max_workers % members:
+            raise BadInput(
+                f"model_parallel: max_workers={survive.max_workers} are no whole replicas of {members} workers: give a multiple of {members}"
             )
 
     def _check_micro_batches(self, batch_size: int) -> None:

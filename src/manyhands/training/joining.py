@@ -32,8 +32,8 @@ from manyhands.worker import LastPushes, Refused
 
 def join(loop: Loop) -> None:
     """Take part in the worker's group: all that must be alike is compared, and all go on from one place. A collective."""
-    worker, replica = loop.worker, loop.replica
-    replica.join(worker.mesh.data)
+    worker = loop.worker
+    loop.join_parts()
     for feed in (loop.train_feed, loop.validator.validation, loop.validator.test):
         if feed is not None:
             feed.set_shard(*worker.mesh.rows)
@@ -83,6 +83,7 @@ def _push_windows(loop: Loop) -> None:
 
 def _goes_on(loop: Loop) -> bool:
     """Whether anybody has trained; then all are where the furthest was when this returns."""
+    _align_replica(loop)
     gathered, read = _compared(loop)
     completed = {one[0] for one in read.values()}
     loop.catch_up(0 if loop.blank else max(completed))
@@ -99,7 +100,7 @@ def _goes_on(loop: Loop) -> bool:
     behind = [rank for rank, one in enumerate(everyone) if one != everyone[source]]
     if behind and (snapshot := _bring(loop, source, behind, _captured)):
         model = {one: (progress[:2], checksum) for one, (_, progress, checksum) in read.items()}
-        own, theirs = everyone[loop.worker.rank], everyone[source]
+        own, theirs = everyone[loop.worker.mesh.data.rank], everyone[source]
         _take(loop, snapshot, keeps_own=own is not None and theirs is not None and model[own] == model[theirs])
     _share_anew(loop)
     _agreed(loop, repeated=gathered[source][1])  # the furthest worker has committed what the others had under way
@@ -113,8 +114,32 @@ def _compared(loop: Loop) -> tuple[list[tuple[str | None, int]], dict[str, tuple
     own = None
     if not loop.blank:
         own = json.dumps([replica.completed, loop.progress(), _checksum(replica.parameters)])
-    gathered = loop.worker.group.all_gather_json([own, loop.under_way])
+    gathered = loop.worker.mesh.data.all_gather_json([own, loop.under_way])
     return gathered, {one: tuple(json.loads(one)) for one in {one for one, _ in gathered} - {None}}
+
+
+def _align_replica(loop: Loop) -> None:
+    """Where several workers hold a replica: all are where the one of them is that is furthest behind, blank where one is.
+
+    A step that one has made all make, of what they have computed: see `Replica.complete`. Then they differ in what comes
+    between two steps alone, and that is done again.
+    """
+    worker, replica = loop.worker, loop.replica
+    if worker.mesh.model.size == 1:
+        return
+    completed = worker.group.all_gather_json(None if loop.blank else replica.completed)
+    if not loop.blank:
+        loop.catch_up(max(one for one in completed if one is not None))
+    own = None if loop.blank else [loop.progress(), loop.own_values(), vars(loop.position)]
+    members = worker.mesh.model.all_gather_json(own)
+    if any(one is None for one in members):
+        loop.blank = True
+        return
+    progress, values, position = min(members, key=lambda one: one[0])
+    if progress != loop.progress():
+        assert progress[0] == loop.progress()[0], f"a step was made by some alone: {members}"
+        loop.position = TrainingPosition(**position)
+        loop.take_values(values)
 
 
 def _share_anew(loop: Loop) -> None:
@@ -308,11 +333,13 @@ def _push_extra(loop: Loop) -> None:
 
 
 def _refuse_others(loop: Loop, source: int, blank: list[int]) -> None:
-    """Whoever is blank and has another program than `source` raises Refused, and then the others Regroup."""
-    found = fingerprint.differing(loop.worker, lambda: loop.program_facts, source)
+    """Whoever is blank and has another program than `source` raises Refused, and then the others Regroup. source, blank: by
+    their ranks in `mesh.data`."""
+    members = loop.worker.mesh.model.size
+    found = fingerprint.differing(loop.worker, lambda: loop.program_facts, source * members)
     if loop.worker.rank in found and loop.blank:
         raise Refused(f"{found[loop.worker.rank]}. {fingerprint.REMEDY}")
-    if found.keys() & set(blank):
+    if {rank // members for rank in found} & set(blank):
         raise Regroup
 
 
@@ -372,8 +399,9 @@ class InMemorySnapshot:
 def _bring(
     loop: Loop, source: int, targets: list[int], capture: Callable[[Loop], tuple[dict[str, Tensor], dict[str, Any]]]
 ) -> InMemorySnapshot | None:
-    """What `capture` gives on rank `source`, tensor by tensor in memory of their own, on `targets`. A collective."""
-    group, rank = loop.worker.group, loop.worker.rank
+    """What `capture` gives on rank `source` of `mesh.data`, tensor by tensor in memory of their own, on `targets`. A
+    collective."""
+    group, rank = loop.worker.mesh.data, loop.worker.mesh.data.rank
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] | None = None
     if rank == source:

@@ -24,6 +24,7 @@ from manyhands.data.leases import Segment
 from manyhands.data.slice_ledger import Place, SliceLedger
 from manyhands.engines import cores
 from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
+from manyhands.parallel.mesh import mesh_alone, mesh_of
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
 from manyhands.replica.control_bits import MORE, REGROUP, STOP
@@ -136,7 +137,8 @@ class Loop:
         self.worker_callback: WorkerCallback | None = None
         self._called_off = False  # by this worker's callback
         self._plan_check = None if plan.predicted is None else PlanCheck(plan.predicted, self.total_ticks())
-        self._workers = worker.mesh.rows[1]  # with which the run begins, whoever of them is there when it does
+        self._replicas = worker.mesh.rows[1]  # with which the run begins, whoever of them is there when it does
+        self._ledger_before, self._waited_s_before = Ledger(), 0.0  # of parts of groups that it has left
         self.position = TrainingPosition()
         self.phase = Phase.STEP
         self.lockstep = plan.strategy.leasing() is None  # all make the same ticks
@@ -209,6 +211,31 @@ class Loop:
         """Ticks of the whole training, None for a stream without max_steps."""
         sized = None if self.ticks_per_epoch is None else self.ticks_per_epoch * self.task.epochs
         return min((n for n in (sized, self.task.max_steps) if n is not None), default=None)
+
+    # -- groups of members that may change ---------------------------------------------------------------------------
+
+    def join_parts(self) -> None:
+        """The worker is in the next generation's group of all: make those of its parts, where a replica has several
+        workers. A collective."""
+        worker, parallel = self.worker, self.plan.model_parallel
+        if worker.elastic and parallel is not None:
+            worker.mesh = mesh_of(worker, parallel.workers)
+            self.replica.executor.join(worker)
+        commits = worker.mesh.world if worker.elastic and worker.mesh.model.size > 1 else None
+        self.replica.join(worker.mesh.data, commits)
+
+    def leave(self) -> None:
+        """Close what `join_parts` has made, and what is made of it: peers that wait there notice at once."""
+        worker, executor, parallel = self.worker, self.replica.executor, self.plan.model_parallel
+        if parallel is None:
+            return
+        for ledger in (*(group.ledger for group in worker.mesh.parts), *executor.ledgers()):
+            self._ledger_before.include(ledger)
+        self._waited_s_before += executor.waited_s() + sum(group.waited_s for group in worker.mesh.parts)
+        executor.leave()
+        for group in worker.mesh.parts:
+            group.close()
+        worker.mesh = mesh_alone(worker, parallel.workers)
 
     # -- what members agree on ---------------------------------------------------------------------------------------
 
@@ -478,7 +505,7 @@ class Loop:
     def _waited_s(self) -> float:
         server = self.worker.server
         waited_s = sum(group.waited_s for group in (self.worker.group, *self.worker.mesh.parts))
-        waited_s += self.replica.executor.waited_s()
+        waited_s += self.replica.executor.waited_s() + self._waited_s_before
         return waited_s + (0.0 if server is None else server.waited_s)
 
     def _pass_gate(self) -> None:
@@ -533,7 +560,8 @@ class Loop:
         """Of all that this worker sends."""
         server = self.worker.server
         groups = [group.ledger for group in (self.worker.group, *self.worker.mesh.parts)]
-        return [*groups, *self.replica.executor.ledgers(), *([] if server is None else [server.ledger])]
+        parts = [*groups, *self.replica.executor.ledgers(), self._ledger_before]
+        return [*parts, *([] if server is None else [server.ledger])]
 
     def _sent_bytes(self) -> int:
         return sum(ledger.total_bytes for ledger in self._ledgers())
@@ -773,7 +801,7 @@ class Loop:
     def _facts(self) -> dict[str, Any]:
         groups, size, replicas = self.replica.optimizer.param_groups, self.worker.size, self.worker.mesh.rows[1]
         if self.worker.elastic:
-            size = replicas = self._workers
+            size, replicas = self._replicas * self.worker.mesh.model.size, self._replicas
         rate, loading = float(groups[0]["lr"]), self.train_feed.source.loading
         return {
             "rows": self.train_feed.rows,
@@ -825,7 +853,7 @@ class Loop:
             for message in [*self.saver.warnings, *self._never_due()]:
                 self.worker.emit("warning", tick=self.position.tick, step=self.position.tick, message=message)
         self.worker.group.barrier()
-        if self.worker.elastic and self.worker.size != self._workers:
+        if self.worker.elastic and self.worker.mesh.rows[1] != self._replicas:
             self.announce_membership(0)
         if self.worker_callback is not None:
             self.worker_callback.on_start(self.facts)

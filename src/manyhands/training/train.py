@@ -150,6 +150,7 @@ def train(
         timeout_s=timeout_s,
         frames=_frames(config.task),
         survive=None if config.survive is None or config.survive.restarts_only else config.survive,
+        replica=config.count // config.replicas,
         restarts=config.survive is not None and config.survive.max_restarts > 0 and not config.spmd,
         rejoins=False,
         stages=1 if config.model_parallel is None else config.model_parallel.stages,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import PeerLost, Unsupported
-from manyhands.parallel.mesh import mesh_of
+from manyhands.parallel.mesh import mesh_alone, mesh_of
 from manyhands.training.epochs import AsyncEpochs, LockstepEpochs
 from manyhands.training.joining import join
 from manyhands.training.loop import Loop, Regroup
@@ -37,7 +37,8 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     if plan.every_rank_returns and any(worker.group.all_gather_json(plan.finished)):
         return None
     if plan.model_parallel is not None:
-        worker.mesh = mesh_of(worker, plan.model_parallel.workers)
+        make_mesh = mesh_alone if worker.elastic else mesh_of
+        worker.mesh = make_mesh(worker, plan.model_parallel.workers)
     with _memory_named():
         loop = make_loop(plan, worker)
         try:
@@ -84,9 +85,10 @@ def _survive(loop: Loop) -> Outcome | None:
             if worker.rank == 0:
                 return outcome
         except PeerLost as error:
-            lost = error.rank
+            lost = error.rank if error.rank >= 0 else None
         except Regroup:
             pass
+        loop.leave()
         if worker.server is not None:
             worker.server.deactivate()  # nobody waits at the gate for one who waits for the next generation
         loop.flush()  # what is committed is reported before the next generation begins

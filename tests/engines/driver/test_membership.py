@@ -779,3 +779,93 @@ def test_a_host_that_leaves_is_no_loss_and_nothing_is_started_there_any_more() -
     assert (membership.losses, membership._host_losses) == ([], {})
     membership.host_joined("beta", 1, 3.0)
     assert do(membership, 3.0) == [StartWorker(1, "beta")]
+
+
+# -- several workers hold a replica ----------------------------------------------------------------------------------------
+
+
+def of_replicas(workers: int = 4, **rules: Any) -> Membership:
+    """As `running`, of replicas of two workers."""
+    membership = Membership(
+        Survive(**({"max_losses": "any"} | rules)),
+        dict.fromkeys(range(workers), "alpha"),
+        0.0,
+        timeout_s=30.0,
+        replica=2,
+    )
+    request(membership, *range(workers), generation=-1, blank=True)
+    assert do(membership) == [Form(0, tuple(range(workers)))]
+    for worker_id in range(workers):
+        membership.stepped(worker_id, 0.0, 1)
+    return membership
+
+
+def test_rule_10_a_replica_that_loses_a_worker_is_ended_and_started_anew() -> None:
+    membership = of_replicas()
+    membership.lost(3, "death", 1.0)
+    assert do(membership) == [StopWorker(2), StartWorker(3, "alpha")]
+    request(membership, 0, 1)
+    assert do(membership) == []  # it may still run
+    membership.gone(2, 1.0)
+    assert do(membership) == [Form(1, (0, 1)), StartWorker(2, "alpha")]
+    assert [loss["worker_id"] for loss in membership.losses] == [3]
+    request(membership, 2, generation=-1, blank=True)
+    assert do(membership) == []  # half a replica interrupts nobody
+    request(membership, 3, generation=-1, blank=True)
+    assert do(membership) == [Interrupt(1, (0, 1))]
+    request(membership, 0, 1, generation=1)
+    assert do(membership) == [Form(2, (0, 1, 2, 3))]
+
+
+def test_rule_10_half_a_replica_is_no_generation() -> None:
+    """Of one that loses a worker before it was in a group, the others wait."""
+    membership = Membership(Survive(max_losses="any"), dict.fromkeys(range(4), "alpha"), 0.0, replica=2)
+    request(membership, 0, 1, 2, generation=-1, blank=True)
+    membership.lost(3, "death", 1.0)
+    assert do(membership) == [Form(0, (0, 1)), StartWorker(3, "alpha")]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_rule_10_without_a_whole_replica_nobody_has_the_state(restarts: int) -> None:
+    membership = of_replicas(max_restarts=restarts)
+    membership.lost(1, "death", 1.0)
+    membership.lost(2, "death", 1.0)
+    for worker_id in (0, 3):
+        membership.gone(worker_id, 1.0)
+    (end,) = [action for action in do(membership) if isinstance(action, RestartRun | FailRun)]
+    assert isinstance(end, RestartRun if restarts else FailRun)
+    assert end.message == "no whole replica of 2 workers is left that has the model's state"
+
+
+def test_rule_10_min_workers_counts_those_of_whole_replicas() -> None:
+    membership = of_replicas(min_workers=3, replace=False)
+    membership.lost(3, "death", 1.0)
+    membership.gone(2, 1.0)
+    request(membership, 0, 1)
+    membership.decide(1.0)
+    assert membership.phase == "waiting"
+
+
+def test_rule_10_at_the_end_workers_of_one_replica_end_one_after_the_other() -> None:
+    membership = of_replicas()
+    membership.finished(0, 1.0)
+    membership.lost(2, "death", 1.0)
+    assert do(membership) == []
+    assert membership.losses == []
+
+
+@pytest.mark.parametrize(("workers", "spared"), [(4, True), (2, False)])
+def test_rule_10_a_slow_worker_leaves_where_a_whole_replica_stays(workers: int, spared: bool) -> None:
+    assert of_replicas(workers, slow=3.0).spares(0, 4.0) is spared
+
+
+def test_rule_10_with_a_leave_its_replica_leaves() -> None:
+    membership = of_replicas()
+    membership.leave_announced([3], 1.0)
+    assert do(membership) == [Interrupt(0, (0, 1, 2, 3))]
+    request(membership, 3)
+    assert do(membership) == [StopWorker(2), Release((3,))]
+    membership.gone(2, 1.0)
+    request(membership, 0, 1)
+    assert Form(1, (0, 1)) in do(membership)
+    assert membership.losses == []

@@ -94,7 +94,12 @@ class ElasticDriver(Driver):
         workers = {worker_id: self._host(worker_id) for worker_id in range(self.spec.workers)}
         # a worker that makes no progress is the monitor's to find: it knows who validates, and who waits for whom
         self.membership = Membership(
-            self.spec.survive, workers, self.clock(), timeout_s=math.inf, generation=self.spec.generation
+            self.spec.survive,
+            workers,
+            self.clock(),
+            timeout_s=math.inf,
+            generation=self.spec.generation,
+            replica=self.spec.replica,
         )
         self.copies = ShardCopies(
             self.spec.shards,

@@ -19,11 +19,14 @@ What happened goes in with its time; `decide(now)` gives what is to be done, eac
 8. A worker that is lost `EARLY_LOSSES` times before its first step is not started again.
 9. A run ends where `STALLED_GENERATIONS` generations of the same members in a row, over more than timeout_s, have made
    no step: what breaks them is nobody's loss.
+10. Where so many workers hold a replica together (worker id // `replica`), a generation is formed of whole replicas. One that
+    was in a generation and loses a worker is ended, and its workers are started anew: what the others hold is of no use alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -162,12 +165,20 @@ class Membership:
     workers: {worker id: host}, their processes are being started. generation: the first one to form; a restarted run
     goes on at last + 1, with `rules.max_restarts` less those that were made. Once a process was lost or gone, the
     caller passes on nothing of it any more: its worker id may be another process's.
+    replica: how many workers hold one together: those of ids 0 to replica - 1, and so on.
     """
 
     def __init__(
-        self, rules: Survive, workers: Mapping[int, str], now: float, *, timeout_s: float = 300.0, generation: int = 0
+        self,
+        rules: Survive,
+        workers: Mapping[int, str],
+        now: float,
+        *,
+        timeout_s: float = 300.0,
+        generation: int = 0,
+        replica: int = 1,
     ) -> None:
-        self.rules, self.timeout_s = rules, timeout_s
+        self.rules, self.timeout_s, self._replica = rules, timeout_s, replica
         self.phase: RunPhase = "forming"
         self.generation = -1
         self.losses: list[dict[str, Any]] = []
@@ -214,10 +225,10 @@ class Membership:
         if self.phase == "finishing":
             self._release(worker)
         elif worker.leaving:
-            self._leave(worker)
+            self._leave(worker, now)
         elif worker_id in self._members:
             self._gather(now)  # it noticed a loss before the driver did
-        else:
+        elif worker in self._waiting():  # with all of its replica
             self._gather(now, interrupt=self.phase == "running")  # while others gather anyway, it is taken along
 
     def lost(
@@ -253,6 +264,7 @@ class Membership:
         if worker_id in self._members:
             self._members.remove(worker_id)
             self._gather(now)  # its peers notice by themselves
+        self._end_replica(worker, now)
         self._accusations = [entry for entry in self._accusations if worker_id not in entry[2:]]
         if counts:
             step = worker.step if place is None else place[1]
@@ -272,6 +284,7 @@ class Membership:
         if worker_id in self._members:
             self._members.remove(worker_id)
             self._gather(now)
+        self._end_replica(worker, now)
         self._report("left-out", f"worker {worker_id} on {worker.host} cannot take part: {why}", worker_id)
 
     def gone(self, worker_id: int, now: float) -> None:
@@ -331,7 +344,7 @@ class Membership:
             worker.leaving = True
             self._report("leaves", f"worker {worker_id} on {worker.host} leaves, which is no loss", worker_id)
             if worker.waits or worker.generation < 0:
-                self._leave(worker)
+                self._leave(worker, now)
             else:
                 self._gather(now, interrupt=True)
 
@@ -381,7 +394,7 @@ class Membership:
         if self.phase != "running" or rules.slow is None or factor < rules.slow or self._workers[worker_id].leaving:
             return False
         budget = rules.max_losses == "any" or len(self.losses) < rules.max_losses
-        return budget and len(self._members) > max(1, rules.min_workers)
+        return budget and len(self._members) - self._replica >= max(self._replica, rules.min_workers)
 
     def straggles(self, worker_id: int, how: str) -> None:
         """A member is much slower than the others and stays: its process is named once."""
@@ -479,7 +492,8 @@ class Membership:
         if not self._stalled or waiting != self._formed:
             self._stalled, self._stalled_since = 0, now
         if not self._may_form_of(waiting):
-            self._end("no worker is left that has the model's state")
+            who = "worker" if self._replica == 1 else f"whole replica of {self._replica} workers"
+            self._end(f"no {who} is left that has the model's state")
         elif self._stalled >= STALLED_GENERATIONS and now - self._stalled_since > self.timeout_s:
             within = f"{self._stalled} times in {short(now - self._stalled_since)} s"
             self._end(f"{count(len(waiting), 'worker')} formed a group {within} and made no step, and nobody was lost")
@@ -521,9 +535,11 @@ class Membership:
         return [self._workers[worker_id] for worker_id in self.members if not self._workers[worker_id].waits]
 
     def _waiting(self) -> list[_Worker]:
-        """Who would be in the next generation, in order."""
+        """Who would be in the next generation, in order: rule 10."""
         ready = [worker for worker in self._workers.values() if worker.state == "live" and worker.waits]
-        return sorted(ready, key=lambda worker: worker.worker_id)
+        there = Counter(worker.worker_id // self._replica for worker in ready)
+        whole = [worker for worker in ready if there[worker.worker_id // self._replica] == self._replica]
+        return sorted(whole, key=lambda worker: worker.worker_id)
 
     def _unfenced(self) -> bool:
         """Whether a lost worker's process may still run. One that left has requested: it is out of its group."""
@@ -545,10 +561,23 @@ class Membership:
         if self.phase == "running":
             self.phase, self._since = "gathering", now
 
-    def _leave(self, worker: _Worker) -> None:
+    def _end_replica(self, lost: _Worker, now: float) -> None:
+        """Rule 10: a worker is lost or leaves. No loss of the others of its replica."""
+        if self._over or self.phase == "finishing":
+            return
+        for worker in self._workers.values():
+            same = worker.worker_id // self._replica == lost.worker_id // self._replica
+            if same and worker is not lost and worker.state == "live" and worker.generation >= 0:
+                worker.state, worker.ends_by = "lost", now + self.rules.silence_s
+                worker.frees_room = self.rules.replace and not worker.leaving
+                self._members.discard(worker.worker_id)
+                self._actions.append(StopWorker(worker.worker_id))
+
+    def _leave(self, worker: _Worker, now: float) -> None:
         """In order: it waits for a place and gets none, or it never was a member."""
         worker.state = "left"
         self._members.discard(worker.worker_id)
+        self._end_replica(worker, now)
         if worker.waits:
             self._release(worker)
         else:

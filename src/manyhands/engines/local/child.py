@@ -12,13 +12,14 @@ import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.solo import SoloGroup
 from manyhands.engines.driver.host_processes import name_of, shard_of
@@ -31,6 +32,7 @@ from manyhands.engines.local.messages import ControlSocket, ProcessPlace, Status
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.engines.make_group import Topology, make_group
 from manyhands.engines.own_rules import from_fields
+from manyhands.engines.shared_memory import KeptMemory, close_memory
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import ManyhandsError, PeerLost, Unsupported, traceback_of
 from manyhands.events import Event
@@ -121,7 +123,9 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     else:
         members = {
             "group": make_group(topology, driver.rendezvous, memory=(place.memory, place.lifelines), network=network),
-            "subgroup": lambda some: make_group(topology.of(some), driver.rendezvous, network=network),
+            "subgroup": lambda some: _watched(
+                driver, make_group(topology.of(some), driver.rendezvous, network=network)
+            ),
         }
     worker = Worker(
         rank=place.process_index,
@@ -144,6 +148,13 @@ def _worker(place: ProcessPlace, driver: ProcessDriverClient) -> Worker:
     return worker
 
 
+def _watched(driver: ProcessDriverClient, group: Group) -> Group:
+    """Its operations are places of faults."""
+    if driver.injector is not None:
+        driver.injector.watch(group)
+    return group
+
+
 def _strike(driver: ProcessDriverClient, fault: Fault, step: int) -> None:
     """The driver knows before this process ends. A stopped process goes on where it is when the driver sends SIGCONT."""
     values = {"fault": str(fault)}
@@ -164,11 +175,13 @@ def _joining(
     """The fields of a Worker that begins alone and joins groups: its vectors lie in memory that all of them map."""
     arena, generation = Arena(place.arena), -1
     os.close(place.arena)
+    ends = ExitStack()  # of the newest generation: what groups of some of its members are made of
 
     def form(blank: bool, lost: int | None) -> FormedGroup | None:
         """A peer that dies meanwhile, or cannot be reached, is the driver's to judge: this worker asks again, as a member
         of what was not formed."""
         nonlocal generation
+        ends.close()
         while (found := driver.wait_for_place(generation, blank, lost)) is not None:
             generation, lost = found.generation, None
             connect_s = min(alone.connect_s, RECONNECT_S)
@@ -188,6 +201,26 @@ def _joining(
         def check() -> None:
             driver.check(topology.generation)
 
+        here = next(host for host in found.hosts if place.process_index in host)
+        shared = None if found.memory is None else KeptMemory(found.memory, here, ends)
+
+        def of_some(some: Sequence[int]) -> Group:
+            part, memory = topology.of(some), None
+            beside = [one for one in here if one in some]
+            try:
+                if shared is not None and len(beside) > 1:
+                    exchange, number = partial(meet, "table", beside), beside.index(place.process_index)
+                    memory = shared.of(beside, number, exchange, part.connect_s, part.scratch)
+                return _watched(
+                    driver, make_group(part, meet, memory=memory, network=network, arena=arena, check=check)
+                )
+            except (BrokenOff, ManyhandsError) as error:
+                if memory is not None:
+                    close_memory(memory)
+                if isinstance(error, PeerLost):
+                    raise
+                raise PeerLost(-1, "", "make_group", 0, 0.0, str(error)) from error
+
         try:
             group = make_group(topology, meet, memory=found.memory, network=network, arena=arena, check=check)
         except (PeerLost, BrokenOff):
@@ -198,9 +231,8 @@ def _joining(
         except BrokenOff:
             group.close()
             raise
-        if driver.injector is not None:
-            driver.injector.watch(group)
-        return FormedGroup(generation=topology.generation, worker_ids=topology.members, group=group)
+        _watched(driver, group)
+        return FormedGroup(generation=topology.generation, worker_ids=topology.members, group=group, subgroup=of_some)
 
     # until it has joined, rows are dealt as if it were one of those with whom the run began
     own = SoloGroup(arena)

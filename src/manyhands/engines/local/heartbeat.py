@@ -20,6 +20,7 @@ from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.driver.run_monitor import COMPILING
 from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.local.messages import Closed, ControlSocket, Status
+from manyhands.engines.shared_memory import close_memory
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
 from manyhands.server.replication.copy_host import Orders
@@ -41,9 +42,8 @@ class PlaceInGroup(NamedTuple):
 
     def close(self) -> None:
         """Of a group that was not made."""
-        descriptors, lifelines = self.memory or ([], [])
-        for fd in [*descriptors, *(end for pipe in lifelines for end in pipe if end >= 0)]:
-            os.close(fd)
+        if self.memory is not None:
+            close_memory(self.memory)
 
 
 class BrokenOff(ManyhandsError):

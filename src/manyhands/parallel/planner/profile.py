@@ -20,8 +20,9 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import map_columns, rows_of, slice_rows
 from manyhands.parallel.build import build, fill, is_absent, take_away
+from manyhands.parallel.mesh import StagePlace
 from manyhands.parallel.planner.lines import Line
-from manyhands.parallel.stage_executor import StageExecutor, StagePlace
+from manyhands.parallel.stage_executor import StageExecutor
 from manyhands.parallel.trace import Cut, ModelTrace, trace
 from manyhands.process_memory import forget_peak, give_back, resident
 from manyhands.replica.flat_vector import nbytes, tensors_in
