@@ -122,7 +122,7 @@ def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None
         ("gpt", 4, 2, "kill=1@step:4:exchange"),
         ("gpt", 4, 2, "kill=3@step:6:commit"),
         ("gpt", 4, 2, "kill=0@step:6:save"),
-        ("lengths", 4, 2, "kill=0@step:7"),
+        ("gpt", 4, 2, "kill=0@step:7"),
         ("gpt", 4, 2, "kill=0@step:34:commit"),
         ("mlp", 6, 2, "kill=2@step:7:exchange,kill=1@step:20"),
         ("mlp", 9, 3, "kill=0@step:5,kill=4@step:24:exchange"),

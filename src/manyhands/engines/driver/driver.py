@@ -118,6 +118,8 @@ class Driver:
         if self.spec.survive is not None:
             shared["survive"] = self.spec.survive.max_workers or self.spec.workers
             shared["fixed_members"] = self.spec.fixed_members
+            if self.spec.replica > 1:
+                shared["replica"] = self.spec.replica
         fd = serialize(program, "the program")
         try:
             for host_processes in self.hosts:

@@ -202,7 +202,8 @@ def _joining(
             driver.check(topology.generation)
 
         here = next(host for host in found.hosts if place.process_index in host)
-        shared = None if found.memory is None else KeptMemory(found.memory, here, ends)
+        parts = place.replica > 1  # groups of some members will be made
+        shared = KeptMemory(found.memory, here, ends) if parts and found.memory is not None else None
 
         def of_some(some: Sequence[int]) -> Group:
             part, memory = topology.of(some), None
@@ -232,7 +233,12 @@ def _joining(
             group.close()
             raise
         _watched(driver, group)
-        return FormedGroup(generation=topology.generation, worker_ids=topology.members, group=group, subgroup=of_some)
+        return FormedGroup(
+            generation=topology.generation,
+            worker_ids=topology.members,
+            group=group,
+            subgroup=of_some if parts else None,
+        )
 
     # until it has joined, rows are dealt as if it were one of those with whom the run began
     own = SoloGroup(arena)

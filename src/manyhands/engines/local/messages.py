@@ -170,6 +170,7 @@ class ProcessPlace:
     faults: str = ""  # of the run's workers, at their steps
     survive: int = 0  # so many workers may take part, and members may change: this one begins alone; 0: they never do
     fixed_members: bool = False  # with `survive`: these workers alone, from the beginning to the end
+    replica: int = 1  # with `survive`: how many workers hold one together, for which they make groups of some of them
     arena: int = -1  # memory for this worker's vectors, where members may change
     scratch: str = ""  # a folder for what multiprocessing makes files for; whoever outlives this process removes it
     network: dict[str, Any] | None = None  # how the workers of several hosts find each other
