@@ -20,7 +20,7 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.driver_client import SimDriverClient
 from manyhands.engines.sim.engine import Sim
-from manyhands.errors import BadInput, NotFinite, PeerLost, WorkerFailed
+from manyhands.errors import BadInput, NotFinite, PeerLost, UnknownName, WorkerFailed
 from manyhands.parallel.mesh import mesh_of
 from manyhands.parallel.spec import ModelParallel
 from manyhands.strategies import strategy_of
@@ -392,7 +392,9 @@ def test_a_member_that_ends_is_seen_in_groups_of_some_workers() -> None:
             group.barrier()
         return str(error.value)
 
-    assert "worker 2" in Sim().launch(program, LaunchSpec(workers=3, threads_per_worker=1))[0]
+    said = Sim().launch(program, LaunchSpec(workers=3, threads_per_worker=1))[0]
+    assert "worker 2" in said
+    assert "left the group" in said
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
@@ -420,6 +422,14 @@ def test_parts_that_make_no_sense(compute: str, said: str, tmp_path: Path) -> No
             run_dir=tmp_path / "run",
         )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("call", [mh.compare, mh.check, functools.partial(mh.estimate, profile="none.json")])
+def test_what_takes_replicas_of_one_worker_says_so(call: Any) -> None:
+    with pytest.raises(
+        UnknownName, match="model_parallel is an option of mh.train .*: compare, check and estimate take"
+    ):
+        call(chain(2, 8), workers=2, model_parallel="stages=2")
 
 
 def test_parts_of_stages_are_read_as_they_are_written() -> None:
