@@ -106,8 +106,13 @@ class TrainConfig:
         spec.check(self.count)
         if why := strategy.whole_replicas():
             raise Unsupported(
-                f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}: use plain allreduce, local-sgd or diloco, or leave "
+                f"model_parallel: strategy {strategy.name} takes replicas of one worker each, because {why}; else use plain allreduce, local-sgd or diloco, or leave "
                 "model_parallel out"
+            )
+        if self.engine.capabilities.simulated and spec.workers > 1 and strategy.server() is not None:
+            raise Unsupported(
+                f"model_parallel: the server of engine {self.engine.name} does not hold a center for each stage yet: use engine local or hosts, or a strategy "
+                "over the group"
             )
         if task.executor is not None or task.worker_callback is not None:
             raise Unsupported(
