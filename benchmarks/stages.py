@@ -49,7 +49,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         own = self.norm1(x)
         x = x + self.attention(own, own, own, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 def gpt() -> nn.Sequential:

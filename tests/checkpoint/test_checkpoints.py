@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -455,8 +456,9 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 
 def test_a_part_that_rank_0_does_not_find_is_an_error(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each host has a file system of its own under this URL."""
-    put = RemotePath.write_bytes
-    monkeypatch.setattr(RemotePath, "write_bytes", lambda path, data: "00001.json" in path.url or put(path, data))
+    create = RemotePath.create
+    lost = io.BytesIO
+    monkeypatch.setattr(RemotePath, "create", lambda path: lost() if "00001.json" in path.url else create(path))
     with pytest.raises(
         ManyhandsError, match=r"worker 1 wrote rank-00001.json \(2 bytes\) to .*, and worker 0 sees no bytes"
     ):

@@ -86,7 +86,7 @@ def unit(begins: str, seconds: float = 1.0, **costs: float | Line) -> UnitCost:
 def model(units: list[UnitCost], nbytes: float = 10 * MB, names: list[tuple[str, ...]] | None = None) -> ModelProfile:
     held = names or [(f"p{i}",) for i in range(len(units))]
     sizes = {name: (int(nbytes), int(nbytes)) for one in held for name in one}
-    return ModelProfile(units=tuple(units), names=tuple(held), sizes=sizes, rows=(1,), distinct=len(units))
+    return ModelProfile(base=0, units=tuple(units), names=tuple(held), sizes=sizes, rows=(1,), distinct=len(units))
 
 
 MACHINE = Machine(workers=4, rows=32, cores=Cores(), base=int(100 * MB), message=Line(), exchange=Line())

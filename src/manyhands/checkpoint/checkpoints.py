@@ -53,6 +53,7 @@ _UNFINISHED = re.compile(rf"{_NAME.pattern}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.par
 _DAMAGE = (OSError, ValueError, RecursionError)  # what reading a damaged file raises
 
 Warn = Callable[[str], None]
+Piece = bytes | memoryview  # of a file
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def save(
     """
     token = begin(folder, tick, claim, warn) if group.rank == 0 else ""
     partial = partial_of(folder, tick, group.all_gather_json(token)[0])
-    parts = _write_parts(partial, group, _files(group.rank, tensors, values))
+    contents = pieces_of(tensors), [json.dumps(values).encode()]
+    parts = _write_parts(partial, group, dict(zip(names_of(group.rank), contents, strict=True)))
     if group.rank == 0:
         finish(folder, tick, partial, group.size, parts, claim, warn)
     group.barrier()
@@ -357,12 +359,6 @@ def names_of(rank: int) -> tuple[str, str]:
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
-def _files(rank: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> dict[str, bytes]:
-    # copies: a view would save all its storage
-    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return dict(zip(names_of(rank), (safetensors.torch.save(own), json.dumps(values).encode()), strict=True))
-
-
 def _write_manifest(partial: AnyPath, final: AnyPath, manifest: bytes, warn: Warn) -> None:
     """The last file of a checkpoint; then it has its name."""
     if isinstance(partial, RemotePath) or isinstance(final, RemotePath):
@@ -390,12 +386,17 @@ def remove(path: AnyPath, warn: Warn) -> None:
         warn(f"cannot remove {path}, which the run no longer needs: {problem.strerror}. Remove it yourself")
 
 
-def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dict[str, CheckpointFile]:
-    """Every rank's files, written where the folder is seen; on rank 0 all of them, by name."""
+def _write_parts(partial: AnyPath, group: Group, contents: Mapping[str, Iterable[Piece]]) -> dict[str, CheckpointFile]:
+    """Every rank's files, in pieces, written where the folder is seen; on rank 0 all of them, by name."""
     seen = isinstance(partial, RemotePath) or partial.is_dir()
-    own = {name: CheckpointFile(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-    for name, data in files.items() if seen else ():
-        _write(partial / name, data)
+    if seen:
+        own, files = (
+            {name: write_pieces(partial / name, pieces) for name, pieces in contents.items()},
+            dict[str, bytes](),
+        )
+    else:
+        files = {name: b"".join(pieces) for name, pieces in contents.items()}
+        own = {name: CheckpointFile(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
     everyone = group.all_gather_json({"seen": seen, "parts": [asdict(part) for part in own.values()]})
     if group.rank != 0:
         for name, part in own.items() if not seen else ():
@@ -403,7 +404,7 @@ def _write_parts(partial: AnyPath, group: Group, files: dict[str, bytes]) -> dic
         return {}
     # A rank's part holds the same model, optimizer and strategy as rank 0's, and less. The factor leaves room for one
     # whose optimizer has stepped, and so holds state, where rank 0's has not.
-    most = _MOST_TIMES * max(map(len, files.values())) + _MOST_MORE_BYTES
+    most = _MOST_TIMES * max(file.bytes for file in own.values()) + _MOST_MORE_BYTES
     announced = [_announced(rank, said, most) for rank, said in enumerate(everyone)]
     if isinstance(partial, RemotePath):
         for rank, (_, parts) in enumerate(announced):
@@ -565,7 +566,7 @@ def _write(path: AnyPath, data: bytes) -> None:
         file.write(data)
 
 
-def write_pieces(path: AnyPath, pieces: Iterable[bytes | memoryview]) -> CheckpointFile:
+def write_pieces(path: AnyPath, pieces: Iterable[Piece]) -> CheckpointFile:
     """Write a file piece by piece, so that other threads go on; on a disk it is synced. Where that fails it is removed."""
     found, size = hashlib.sha256(), 0
     try:
@@ -581,8 +582,8 @@ def write_pieces(path: AnyPath, pieces: Iterable[bytes | memoryview]) -> Checkpo
     return CheckpointFile(size, found.hexdigest())
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The safetensors file of these tensors, which are contiguous and on the CPU; no tensor is copied.
+def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """The safetensors file of these tensors; none is copied that is contiguous and on the CPU, and others one at a time.
 
     What the library's own `save` makes, which copies all and lets no other thread go on meanwhile. The format:
     https://huggingface.co/docs/safetensors, 8 bytes with the header's length, a JSON header padded to 8 bytes, then the
@@ -591,7 +592,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     yield header_of({name: (tensors[name].dtype, list(tensors[name].shape)) for name in names})[0]
     for name in names:
-        whole = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+        whole = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(whole), _WRITTEN_BYTES):
             yield whole[start : start + _WRITTEN_BYTES]
 

@@ -23,7 +23,6 @@ from manyhands.parallel.planner.lines import Line
 from manyhands.parallel.planner.profile import ModelProfile, message_line, profile_units
 from manyhands.parallel.planner.search import Machine
 from manyhands.parallel.planner.timing import Cores
-from manyhands.process_memory import resident
 from manyhands.replica.executor import AutogradExecutor
 from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.replica.replica import Replica
@@ -50,7 +49,7 @@ def measure(config: TrainConfig, threads: int | None) -> tuple[Machine, ModelPro
         workers=config.count,
         rows=found["rows"],
         cores=Cores(count=cores / each, together=together, alone=alone.seconds / profile.seconds),
-        base=found["base"],
+        base=profile.base,
         message=Line(**found["message"]),
         exchange=Line(**found["exchange"]),
         period=_period(config.strategy),
@@ -64,7 +63,7 @@ def _measure(plan: WorkerPlan, cores: int, worker: Worker) -> dict[str, Any]:
     rng.seed_all(plan.task.seed, 0)
     batch = first_rows(plan, worker, (0, 1))
     worker.group.barrier()
-    found: dict[str, Any] = {"base": resident(), "rows": rows_of(batch)}
+    found: dict[str, Any] = {"rows": rows_of(batch)}
     if worker.size > 1:
         pair = worker.make_group([0, 1])
         if worker.rank < 2:

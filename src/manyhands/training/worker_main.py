@@ -48,7 +48,9 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
             return outcome if worker.rank == 0 or plan.every_rank_returns else None
         finally:
             loop.train_feed.close()
-            loop.replica.detach()
+            ends = worker.mesh.model.size > 1 and not (worker.shares_process or plan.every_rank_returns)
+            if not ends:  # else this process, which held a part of the model, has not the memory for a copy of it
+                loop.replica.detach()
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class UnitCost:
 class ModelProfile:
     """What a task's model costs a worker, on the machine where it was measured."""
 
+    base: int  # bytes resident in a worker before its part of the model is there
     units: tuple[UnitCost, ...]  # in the program's order
     names: tuple[tuple[str, ...], ...]  # of the parameters that each unit uses; a tied one comes with each
     sizes: dict[str, tuple[int, int]]  # of each parameter: its bytes, and those of its gradient
@@ -74,6 +75,7 @@ class ModelProfile:
             return UnitCost(**made)
 
         return ModelProfile(
+            base=content["base"],
             units=tuple(map(unit, content["units"])),
             names=tuple(tuple(one) for one in content["names"]),
             sizes={name: (own, gradient) for name, (own, gradient) in content["sizes"].items()},
@@ -95,6 +97,8 @@ def profile_units(task: Task, batch: Any, group: Group) -> ModelProfile:
         model = take_away(given, ()) if isinstance(given, nn.Module) else build(given, draws=False)
         sizes = {name: (p.nbytes, p.nbytes if p.requires_grad else 0) for name, p in model.named_parameters()}
         traces = [trace(model, task.loss, slice_rows(batch, 0, size)) for size in rows]
+        give_back()
+        base = resident()
         found, measured = traces[-1], dict[str, list[_Measured]]()
         kinds = _kinds(found)
         for unit, kind in enumerate(kinds):
@@ -109,7 +113,7 @@ def profile_units(task: Task, batch: Any, group: Group) -> ModelProfile:
         tuple(name for name, at in found.uses.items() if any(begin <= time < end for time in at or (0,)))
         for begin, end in _spans(found)
     )
-    return ModelProfile(units=units, names=names, sizes=sizes, rows=rows, distinct=len(measured))
+    return ModelProfile(base=base, units=units, names=names, sizes=sizes, rows=rows, distinct=len(measured))
 
 
 def message_line(channel: StageChannel, first: bool, repeats: int = 9) -> Line:
