@@ -141,6 +141,21 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, whose layers are deep copies of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0)
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.size(1)
+        mask = torch.triu(torch.full((length, length), float("-inf"), device=tokens.device, dtype=torch.float64), 1)
+        return self.head(self.body(self.tokens(tokens), mask=mask))
+
+
 class Marked(nn.Module):
     """Layers that are no modules: `mh.cut` marks where stages may begin."""
 
@@ -210,6 +225,7 @@ TASKS = {
     "lengths": task(GPT, trimmed, tokens(79), tokens(20, seed=1)),  # the last batch has one row
     "tied": task(Translator, masked, tokens(ROWS), tokens(20, seed=1)),
     "checkpointed": task(Checkpointed, masked, tokens(ROWS), tokens(20, seed=1)),
+    "encoder": task(Encoder, masked, tokens(ROWS), tokens(20, seed=1)),
     "marked": task(Marked, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),
     "dropout": task(lambda: GPT(dropout=0.3), masked, tokens(ROWS), tokens(20, seed=1)),
     "mlp": task(MLP, classified, numbers(ROWS, (12,)), numbers(20, (12,), seed=1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -27,7 +28,19 @@ class DrawsItself(nn.Module):
         self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
 
 
-@pytest.mark.parametrize("make", [GPT, MLP, CNN, DrawsItself])
+class Cloned(nn.Module):
+    """Layers that are deep copies of one, which torch's own encoder makes; one of them is then drawn anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.again = copy.deepcopy(self.body.layers[1])
+        nn.init.normal_(self.body.layers[2].linear1.weight)
+        self.head = nn.Linear(8, 3)
+
+
+@pytest.mark.parametrize("make", [GPT, MLP, CNN, DrawsItself, Cloned])
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_a_third_of_a_model_has_the_whole_models_bits(make: Callable[[], nn.Module], part: int) -> None:
     torch.manual_seed(3)

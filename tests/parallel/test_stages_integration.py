@@ -167,6 +167,10 @@ def test_compiled_blocks(plan: str) -> None:
     expect_alike(*runs)
 
 
+def test_layers_that_are_copies_of_one() -> None:
+    expect_alike(trained("encoder", 2, "stages=2"), trained("encoder", 1, None))
+
+
 def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:
     """What it gives before the cut is the first stage's, though the second one has it, too."""
     expect_alike(trained("tied", 2, "stages=2,cut=[join]"), trained("tied", 1, None))

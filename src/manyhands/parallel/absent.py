@@ -26,9 +26,9 @@ _READ = {
 }
 _DEVICE = Tensor.device.__get__
 _KINDS = {
-    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: "meta",  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: "cuda",  # type: ignore[attr-defined]
 }
 _MOVES = {Tensor.cpu, Tensor.cuda}
 
@@ -56,10 +56,31 @@ def recorded(recorder: AbsentRecorder) -> Iterator[None]:
         _recording.recorder = None
 
 
+_running = threading.local()
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Within, this thread's absent tensors say that they are on this device."""
+    before = device_now()
+    _running.device = device
+    try:
+        yield
+    finally:
+        _running.device = before
+
+
+def device_now() -> torch.device:
+    """Where absent tensors say that they are: on the CPU, unless within `on`."""
+    found: torch.device = getattr(_running, "device", _CPU)
+    return found
+
+
 class Absent(Tensor):
     """A tensor without data. Functions of it give absent tensors; what reads data raises Unsupported, with file and line.
 
-    It says that it is on the CPU. Once `fill` was called it stands for that tensor.
+    Once `fill` was called it stands for that tensor.
     """
 
     filled: Tensor | None
@@ -107,9 +128,9 @@ class Absent(Tensor):
             if not absent:
                 return func(*args, **kwargs)
         if func == _DEVICE:
-            return torch.device("cpu")
+            return device_now()
         if func in _KINDS:
-            return _KINDS[func]
+            return _KINDS[func] == device_now().type
         if func in _READ:
             raise Unsupported(f"{calling_line()}: this reads a value that another stage computes; {_REMEDY}")
         if func in _NO_VALUES:
@@ -136,6 +157,14 @@ class Absent(Tensor):
         with DisableTorchFunctionSubclass():
             return f"Absent({list(self.shape)}, {self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        with DisableTorchFunctionSubclass():
+            made = Absent.like(self, parameter=self.parameter)
+            made._is_param = getattr(self, "_is_param", False)
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        return made
+
     __hash__ = object.__hash__
 
 
@@ -155,7 +184,9 @@ def _run(func: Callable[..., Any], leaves: list[Any], spec: Any, to: Callable[[A
 
 def _real(leaf: Any) -> Any:
     """Memory that nobody reads, in the place of an absent tensor."""
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Absent) else leaf
+    if not isinstance(leaf, Absent):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device_now())
 
 
 def _meta(leaf: Any) -> Any:
@@ -163,7 +194,7 @@ def _meta(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, Tensor):
         return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, torch.device) or leaf in ("cpu", "cuda"):
+    if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda")):
         return torch.device("meta")
     return leaf
 

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +34,22 @@ def build(make: Callable[[], nn.Module], held: Collection[str] = (), *, draws: b
     was there before, `make` gives a copy. Raises BadInput where only a part of it was.
     """
     state = torch.get_rng_state()
-    model = _build(make, frozenset(), draws)
+    model, sources = _build(make, frozenset(), draws)
     every = _every_name(model)
     if every and not any(hasattr(p, "_number") for _, p in every):
         return take_away(copy.deepcopy(model), held)
     if held and all(hasattr(p, "_number") for _, p in every):
         numbers = {p._number for name, p in every if name in held}  # type: ignore[attr-defined]
+        while copied := {sources[number] for number in numbers if number in sources} - numbers:
+            numbers |= copied  # what a held one is a copy of is there while the model is built
         torch.set_rng_state(state)
-        model = _build(make, numbers, draws)
+        model, _ = _build(make, numbers, draws)
     if old := [name for name, p in _every_name(model) if not hasattr(p, "_number") or (name in held and is_absent(p))]:
         raise BadInput(
             f"model() gave a model with parameters of an earlier call, such as {old[0]}, and a stage builds its part of them: make all layers "
             "inside of model() each time, or give the model itself instead of a function"
         )
-    return model
+    return take_away(model, held) if held else model
 
 
 def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
@@ -88,6 +91,18 @@ def fill(model: nn.Module, names: Collection[str]) -> None:
         p.data.normal_(std=_STD)
 
 
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """The same module, with its buffers and those of its parameters that are there on a device."""
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None and not is_absent(p):
+                p.data = p.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
 @contextmanager
 def without_parameters(model: nn.Module) -> Iterator[nn.Module]:
     """Within, all parameters of a module are absent; what is written to its buffers is undone."""
@@ -121,19 +136,30 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in _every_name(model) if first.setdefault(id(p), name) != name}
 
 
-def _build(make: Callable[[], nn.Module], numbers: Collection[int], draws: bool) -> nn.Module:
-    count = 0
+def _build(make: Callable[[], nn.Module], numbers: Collection[int], draws: bool) -> tuple[nn.Module, dict[int, int]]:
+    """What `make` builds, with the parameters of these numbers alone, and {number of a parameter: of the one that it is a
+    deep copy of}. Parameters have numbers in the order in which they are registered, or copied."""
+    count, sources, own = 0, dict[int, int](), threading.get_ident()
+    copying: list[nn.Parameter] = []  # those that say how they are copied
+
+    def add(p: nn.Parameter, kept: Callable[[], nn.Parameter]) -> Any:
+        nonlocal count
+        made: Any = kept() if count in numbers else _absent_parameter(p)
+        made._number, made.__deepcopy__ = count, partial(copied, made)
+        copying.append(made)
+        count += 1
+        return made
 
     def registered(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
-        nonlocal count
         if threading.get_ident() != own or p is None or hasattr(p, "_number"):  # of another thread, or tied
             return None
-        kept = p if count in numbers else _absent_parameter(p)
-        kept._number = count  # type: ignore[union-attr]
-        count += 1
-        return kept
+        return add(p, lambda: p)
 
-    own = threading.get_ident()
+    def copied(p: nn.Parameter, memo: dict[int, Any]) -> Any:
+        sources[count] = p._number  # type: ignore[attr-defined]
+        memo[id(p)] = add(p, lambda: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
+        return memo[id(p)]
+
     with _building:
         handle = register_module_parameter_registration_hook(registered)
         try:
@@ -141,8 +167,10 @@ def _build(make: Callable[[], nn.Module], numbers: Collection[int], draws: bool)
                 model = make()
         finally:
             handle.remove()
+            for p in copying:
+                del p.__deepcopy__
     _name_them(model)
-    return model
+    return model, sources
 
 
 def _name_them(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
+import torch
+
 from manyhands.comm.group import Group
 from manyhands.comm.lost import LostGroup
 from manyhands.comm.stage_channel import StageChannel
@@ -32,14 +34,16 @@ class StagePlace:
     after: StageChannel | None
     tied: Mapping[tuple[int, ...], Group]
     """By the stages that hold the same parameters, this one among them."""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     driver: DriverClient = field(default_factory=SoloDriverClient)
     clock: Callable[[], float] = time.perf_counter
     """The worker's, in seconds."""
 
     @classmethod
-    def alone(cls, stage: int, stages: int) -> Self:
+    def alone(cls, stage: int, stages: int, device: torch.device) -> Self:
         """Of a worker that is in no group."""
-        return cls(stage=stage, members=LostGroup(stage, stages), before=None, after=None, tied={})
+        members = LostGroup(stage, stages)
+        return cls(stage=stage, members=members, before=None, after=None, tied={}, device=device)
 
     @property
     def stages(self) -> int:
@@ -74,7 +78,7 @@ def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
     """Where a worker stands among the stages; a collective of its replica's workers, unless it is in no group yet."""
     members, stage = worker.mesh.model, worker.mesh.coordinate
     if isinstance(members, LostGroup):
-        return StagePlace.alone(stage, members.size)
+        return StagePlace.alone(stage, members.size, worker.device)
     first = worker.rank - stage
 
     def channel(left: int) -> StageChannel | None:
@@ -87,5 +91,12 @@ def place_of(worker: Worker, trace: ModelTrace, cuts: list[Cut]) -> StagePlace:
     holders = sorted({stages for stages in trace.stages_of(cuts).values() if len(stages) > 1 and stage in stages})
     tied = {stages: worker.make_group([first + one for one in stages]) for stages in holders}
     return StagePlace(
-        stage=stage, members=members, before=before, after=after, tied=tied, driver=worker.driver, clock=worker.clock
+        stage=stage,
+        members=members,
+        before=before,
+        after=after,
+        tied=tied,
+        device=worker.device,
+        driver=worker.driver,
+        clock=worker.clock,
     )

@@ -17,7 +17,7 @@ from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import rows_of, slice_rows
 from manyhands.errors import BadInput
 from manyhands.parallel.absent import Absent
-from manyhands.parallel.build import build, is_absent, take_away
+from manyhands.parallel.build import build, is_absent, move, take_away
 from manyhands.parallel.mesh import StagePlace, place_of
 from manyhands.parallel.offload import StateOnDisk
 from manyhands.parallel.schedules import Action, Schedule, actions, micro_batches_of
@@ -101,7 +101,7 @@ class StageExecutor(AutogradExecutor):
     # -- building ------------------------------------------------------------------------------------------------------
 
     def _make(self) -> nn.Module:
-        model = self._part_of_model()
+        model = move(self._part_of_model(), self.place.device)
         self._trainable_elsewhere = [p for p in model.parameters() if isinstance(p, Absent) and p.requires_grad]
         for p in self._trainable_elsewhere:
             p.set_requires_grad(False)  # no part of the shards
@@ -134,7 +134,9 @@ class StageExecutor(AutogradExecutor):
         for number, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(partial(self._note_gradient, 1 << number))
         self._tied = list(self._tied_gradients())
-        self.program = StageProgram(self.model, self._cuts, self.place.stage, self._recomputed)
+        self.program = StageProgram(
+            self.model, self._cuts, self.place.stage, self._recomputed, device=self.place.device
+        )
 
     def _tied_gradients(self) -> Iterator[_TiedGradients]:
         """In the same order on all of their stages, whatever else each holds."""
@@ -159,7 +161,7 @@ class StageExecutor(AutogradExecutor):
             channel.close()
         for group in self.place.tied.values():
             group.close()
-        self.place = StagePlace.alone(self.place.stage, self.place.stages)
+        self.place = StagePlace.alone(self.place.stage, self.place.stages, self.place.device)
         self.members, self._tied = self.place.members, []
 
     @override
@@ -287,7 +289,7 @@ class StageExecutor(AutogradExecutor):
 
     def _received(self, channel: StageChannel) -> list[Sent]:
         with self._communicating():
-            return channel.receive(self._device)
+            return channel.receive(self.place.device)
 
     def _send(self, channel: StageChannel, operation: str, tensors: list[Sent]) -> None:
         with self._communicating():
@@ -317,16 +319,12 @@ class StageExecutor(AutogradExecutor):
         """This stage's part of `function(model, rows)`, between its neighbours. passed: called once it is computed."""
         before, after = self.place.before, self.place.after
         received = [] if before is None else self._received(before)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(self.place.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             own = self.program.run(function, rows, received)
         passed()
         if after is not None:
             self._send(after, "forward", own.sent())
         return own
-
-    @property
-    def _device(self) -> torch.device:
-        return self.shards[0].layout.device
 
     @override
     def share(self, named: Mapping[str, torch.Tensor]) -> None:

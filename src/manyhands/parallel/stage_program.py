@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.stage_channel import Sent
 from manyhands.errors import Unsupported
-from manyhands.parallel.absent import Absent, tensors_of
+from manyhands.parallel.absent import Absent, on, tensors_of
 from manyhands.parallel.build import buffers_kept, without_parameters
 from manyhands.parallel.marks import noted
 from manyhands.parallel.trace import Cut, Numbering, ValuePlace, around_of, seen_modules, uncompiled
@@ -85,10 +85,17 @@ class _Received(torch.autograd.Function):
 class StageProgram:
     """Runs one stage of a model whose other parameters are absent. The model stays as it is to everybody else."""
 
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut], stage: int, recomputed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Sequence[Cut],
+        stage: int,
+        recomputed: Collection[str] = (),
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         """cuts: between all stages, in order. recomputed: modules that keep what they are given alone, and compute the rest
-        again in backward."""
-        self.model, self._recomputed = model, recomputed
+        again in backward. device: where the model is."""
+        self.model, self._recomputed, self._device = model, recomputed, device
         self.begin = cuts[stage - 1] if stage else None
         self.end = cuts[stage] if stage < len(cuts) else None
         self._active = self._before = False  # a run is under way; it has not reached this stage yet
@@ -111,7 +118,7 @@ class StageProgram:
         self._started = time.perf_counter()
         self._active, self._before, self._kept = True, self.begin is not None, {}
         try:
-            with noted(self._marked), nullcontext() if self._numbering is None else self._numbering:
+            with on(self._device), noted(self._marked), nullcontext() if self._numbering is None else self._numbering:
                 own.result = function(self.model, batch)
             if self._before or self.end is not None:
                 missed = self.begin if self._before else self.end

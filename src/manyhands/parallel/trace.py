@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from manyhands import rng, units
 from manyhands.errors import BadInput, Line, Unsupported, calling_line
-from manyhands.parallel.absent import Absent, recorded, tensors_of
-from manyhands.parallel.build import build, tied_names, without_parameters
+from manyhands.parallel.absent import Absent, on, recorded, tensors_of
+from manyhands.parallel.build import build, move, tied_names, without_parameters
 from manyhands.parallel.marks import noted
 from manyhands.parallel.planner.partition import partition, sums
 
@@ -144,11 +144,12 @@ def trace(model: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module,
     Unsupported, with file and line, for a program that reads values of which a stage has none, and for a loss that itself
     reads most of the parameters.
     """
-    with rng.kept():
+    device = next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+    with rng.kept(), on(device):
         if isinstance(model, nn.Module):
             with without_parameters(model) as bare:
-                return _traced(bare, loss, batch)
-        return _traced(build(model, draws=False), loss, batch)
+                return _traced(move(bare, device), loss, batch)
+        return _traced(move(build(model, draws=False), device), loss, batch)
 
 
 def check_not_compiled(model: nn.Module) -> None:
