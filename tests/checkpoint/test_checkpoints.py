@@ -457,7 +457,6 @@ def test_a_file_system_that_does_not_answer_is_no_damage(
 def test_a_part_that_rank_0_does_not_find_is_an_error(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each host has a file system of its own under this URL."""
     create = RemotePath.create
-    lost = io.BytesIO
     monkeypatch.setattr(RemotePath, "create", lambda path: io.BytesIO() if "00001.json" in path.url else create(path))
     with pytest.raises(
         ManyhandsError, match=r"worker 1 wrote rank-00001.json \(2 bytes\) to .*, and worker 0 sees no bytes"

@@ -148,6 +148,8 @@ CASES: dict[str, Refused] = {
     "memory_per_worker=2": lambda: limits_of("2", 2),
     "memory_per_worker=1GB,2GB with 3 workers": lambda: limits_of("1GB,2GB", 3),
     "memory_per_worker without auto": trained("stages=2", memory_per_worker="2GB"),
+    "auto with one worker": trained("auto", 1),
+    "stages=2 in prepare": lambda: mh.prepare(MLP(), None, model_parallel="stages=2"),
     "a plan's file that is none": trained("refused_plans.json"),
     "stages=2 with survive and diloco": trained("stages=2", 4, strategy="diloco", survive="max_losses=1"),
     "stages=2 with downpour on engine sim": trained("stages=2", strategy="downpour", engine="sim"),

@@ -11,9 +11,9 @@ import pytest
 
 from manyhands.comm.shared_memory.mailbox import ring_bytes
 from manyhands.parallel.mesh import piece_bytes
-from manyhands.parallel.planner.lines import Line
+from manyhands.parallel.planner.linear_cost import LinearCost
 from manyhands.parallel.planner.profile import ModelProfile, UnitCost
-from manyhands.parallel.planner.search import PLAIN, Machine, Options, plan_of, plans_of
+from manyhands.parallel.planner.search import PLAIN, MachineCosts, Options, plan_of, plans_of
 from manyhands.parallel.planner.timing import Cores, step_seconds
 from manyhands.parallel.schedules import Schedule, actions, bubble
 
@@ -69,16 +69,16 @@ def test_a_value_takes_its_time_from_stage_to_stage() -> None:
     assert step_seconds("1f1b", [1.0, 1.0], [2.0, 2.0], 1, crossing=[0.25]) == pytest.approx(6.5)
 
 
-def unit(begins: str, seconds: float = 1.0, **costs: float | Line) -> UnitCost:
+def unit(begins: str, seconds: float = 1.0, **costs: float | LinearCost) -> UnitCost:
     own = {
         "state": 0,
-        "crossing": Line(),
-        "skip": Line(),
-        "forward": Line(0.0, seconds),
-        "backward": Line(0.0, 2 * seconds),
+        "crossing": LinearCost(),
+        "skip": LinearCost(),
+        "forward": LinearCost(0.0, seconds),
+        "backward": LinearCost(0.0, 2 * seconds),
         "update": 0.0,
-        "held": Line(),
-        "transient": Line(),
+        "held": LinearCost(),
+        "transient": LinearCost(),
     }
     return UnitCost(begins=begins, **(own | costs))
 
@@ -89,7 +89,9 @@ def model(units: list[UnitCost], nbytes: float = 10 * MB, names: list[tuple[str,
     return ModelProfile(base=0, units=tuple(units), names=tuple(held), sizes=sizes, rows=(1,), distinct=len(units))
 
 
-MACHINE = Machine(workers=4, rows=32, cores=Cores(), base=int(100 * MB), message=Line(), exchange=Line())
+MACHINE = MachineCosts(
+    workers=4, rows=32, cores=Cores(), base=int(100 * MB), message=LinearCost(), exchange=LinearCost()
+)
 CHAIN = [5, 3, 2, 4, 6, 2, 3, 5]
 
 
@@ -103,7 +105,7 @@ def test_cuts_are_those_of_the_partition(stages: int, slowest: float) -> None:
 
 def test_memory_of_a_stage() -> None:
     """Parameters, gradients, the optimizer's state, what the strategy keeps, and what micro-batches in flight hold."""
-    units = [unit(str(i), state=int(20 * MB), held=Line(0.0, MB), transient=Line(3 * MB)) for i in range(4)]
+    units = [unit(str(i), state=int(20 * MB), held=LinearCost(0.0, MB), transient=LinearCost(3 * MB)) for i in range(4)]
     machine = replace(MACHINE, workers=2, vectors=2.0)
     first, last = plan_of(model(units), machine, 2, 8, PLAIN).stages
     own = 2 * (1 + 1 + 2 + 2) * 10  # of two units: with 20 MB of state each
@@ -122,7 +124,7 @@ def test_a_tied_parameter_counts_once_where_one_stage_uses_it_twice() -> None:
 
 
 def test_recomputation_holds_what_crosses_and_computes_twice() -> None:
-    units = [unit(str(i) if i else "", crossing=Line(0.0, MB), held=Line(0.0, 50 * MB)) for i in range(4)]
+    units = [unit(str(i) if i else "", crossing=LinearCost(0.0, MB), held=LinearCost(0.0, 50 * MB)) for i in range(4)]
     machine = replace(MACHINE, workers=2)
     plain, again = (plan_of(model(units), machine, 2, 8, how) for how in (PLAIN, Options("units")))
     assert plain.stages[1].memory - again.stages[1].memory == pytest.approx(2 * 4 * 49 * MB - 4 * 50 * MB)
@@ -139,7 +141,7 @@ def test_state_on_the_disk_is_there_for_one_parameter() -> None:
 
 
 def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
-    units = [unit(str(i), held=Line(0.0, 4 * MB)) for i in range(8)]
+    units = [unit(str(i), held=LinearCost(0.0, 4 * MB)) for i in range(8)]
     machine = replace(MACHINE, caps=(260 * MB,) * 4)
     found = plans_of(model(units), machine)
     assert found[0].fits
@@ -173,7 +175,7 @@ def test_more_stages_than_places_to_cut() -> None:
 
 def test_exchanges_are_as_rare_as_the_strategy_makes_them() -> None:
     profile = model([unit(str(i)) for i in range(2)])
-    machine = replace(MACHINE, workers=2, exchange=Line(0.0, 1e-6))
+    machine = replace(MACHINE, workers=2, exchange=LinearCost(0.0, 1e-6))
     each = plan_of(profile, machine, 1, 1, PLAIN)
     rarely = plan_of(profile, replace(machine, period=10), 1, 1, PLAIN)
     assert each.terms["exchange"] == pytest.approx(20.0)
@@ -181,8 +183,8 @@ def test_exchanges_are_as_rare_as_the_strategy_makes_them() -> None:
 
 
 def test_lines() -> None:
-    assert Line.through((2, 4), (3.0, 5.0)) == Line(1.0, 1.0)
-    assert Line.through((4,), (2.0,)).at(8) == 4.0
-    assert Line.through((2, 4), (5.0, 4.0)).at(100) == 4.0  # noise: nothing falls
-    assert Line.through((2, 4), (1.0, 4.0)) == Line(0.0, 1.0)
-    assert math.isclose((Line(1, 2) + Line(3, 4)).at(2), 16)
+    assert LinearCost.through((2, 4), (3.0, 5.0)) == LinearCost(1.0, 1.0)
+    assert LinearCost.through((4,), (2.0,)).at(8) == 4.0
+    assert LinearCost.through((2, 4), (5.0, 4.0)).at(100) == 4.0  # noise: nothing falls
+    assert LinearCost.through((2, 4), (1.0, 4.0)) == LinearCost(0.0, 1.0)
+    assert math.isclose((LinearCost(1, 2) + LinearCost(3, 4)).at(2), 16)

@@ -43,7 +43,9 @@ Prepared = tuple[M, O, *tuple[Any, ...]]  # DataLoaders and schedulers as they w
 Given = Iterable[Any] | LRScheduler
 
 
-def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None) -> Prepared[M, O]:
+def prepare(
+    model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None, model_parallel: str | None = None
+) -> Prepared[M, O]:
     """Make a plain training script one of any number of workers; alone, it stays bit for bit what it was.
 
         model, optimizer, loader = mh.prepare(model, optimizer, loader)
@@ -62,6 +64,8 @@ def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | N
     without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
     and a warning says so.
 
+    model_parallel: refused. A stage's backward waits for that of the next one, which cannot run between a loop's own
+    lines: `mh.train(task, model_parallel="stages=2")`.
     strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
     else allreduce. Under allreduce `.grad` holds the workers' mean as soon as `backward()` returns, so that clipping
     and accumulation are exact; under strategies that exchange parameters it is the worker's own. `local-sgd:period=end`
@@ -86,6 +90,11 @@ def prepare(model: M, optimizer: O, *others: Given, strategy: Strategy | str | N
     strategy that needs more than a group, later for `step(closure)`, and for a GradScaler where workers do not average
     gradients in each step.
     """
+    if model_parallel is not None:
+        raise Unsupported(
+            f"prepare takes no model_parallel ({model_parallel}): stages are spans of a declared task's loss, and another stage's backward cannot run between the "
+            f'lines of a loop. Declare a task, and train it with mh.train(task, model_parallel="{model_parallel}")'
+        )
     if session().observed is not None:
         raise BadInput(
             "this script calls mh.prepare, and --auto prepares scripts that do not: leave --auto out, or the call"

@@ -19,9 +19,9 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
 from manyhands.parallel.mesh import piece_bytes
-from manyhands.parallel.planner.lines import Line
+from manyhands.parallel.planner.linear_cost import LinearCost
 from manyhands.parallel.planner.profile import ModelProfile, message_line, profile_units
-from manyhands.parallel.planner.search import Machine
+from manyhands.parallel.planner.search import MachineCosts
 from manyhands.parallel.planner.timing import Cores
 from manyhands.replica.executor import AutogradExecutor
 from manyhands.replica.flat_vector import nbytes, tensors_in
@@ -35,8 +35,9 @@ _SMALL, _REPEATS = 1 << 14, 9
 _NUMBERS = (1 << 12, 1 << 20)  # of the vectors whose exchange is timed
 
 
-def measure(config: TrainConfig, threads: int | None) -> tuple[Machine, ModelProfile, tuple[ModelProfile, Cores]]:
-    """Measure the task's model on workers of engine local, as many as compute at once."""
+def measure(config: TrainConfig, threads: int | None) -> tuple[MachineCosts, ModelProfile, ModelProfile]:
+    """Measure the task's model on workers of engine local, as many as compute at once; last as one process does that has
+    all cores."""
     cores = usable_cores()
     each = threads or max(1, cores // config.count)
     at_once = min(config.count, max(2, cores // each))
@@ -45,18 +46,18 @@ def measure(config: TrainConfig, threads: int | None) -> tuple[Machine, ModelPro
         found = engine.launch(work, LaunchSpec(workers=at_once, threads_per_worker=each, device="cpu"))[0]
     profile, alone, all_cores = (ModelProfile.of(found[name]) for name in ("together", "alone", "all_cores"))
     together = min(at_once, max(1, cores // each))
-    machine = Machine(
+    machine = MachineCosts(
         workers=config.count,
         rows=found["rows"],
         cores=Cores(count=cores / each, together=together, alone=alone.seconds / profile.seconds),
         base=profile.base,
-        message=Line(**found["message"]),
-        exchange=Line(**found["exchange"]),
+        message=LinearCost(**found["message"]),
+        exchange=LinearCost(**found["exchange"]),
         period=_period(config.strategy),
         vectors=found["vectors"],
         micro_batch_size=config.task.micro_batch_size,
     )
-    return machine, profile, (all_cores, Cores())
+    return machine, profile, all_cores
 
 
 def _measure(plan: WorkerPlan, cores: int, worker: Worker) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def _exchange(strategy: Strategy, worker: Worker) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         took.append(statistics.median(seconds))
     replica.detach()
-    return {"vectors": vectors, "exchange": asdict(Line.through([4 * count for count in _NUMBERS], took))}
+    return {"vectors": vectors, "exchange": asdict(LinearCost.through([4 * count for count in _NUMBERS], took))}
 
 
 def _period(strategy: Strategy) -> int:

@@ -23,7 +23,7 @@ from manyhands.engines.quantities import read_bytes
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.text_table import text_table
 from manyhands.parallel.build import build
-from manyhands.parallel.planner.search import Plan, plans_of
+from manyhands.parallel.planner.search import Plan, one_process, plans_of
 from manyhands.parallel.spec import ModelParallel
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
@@ -160,11 +160,14 @@ def plans_for(
 ) -> Plans:
     """`plan`, of arguments that are checked."""
     limits, began = limits_of(memory_per_worker, config.count), time.monotonic()
+    if config.count < 2:
+        raise BadInput(
+            f"a plan is for 2 workers or more, and this is for {config.count}, which holds the whole model: give more workers, or leave the plan out"
+        )
     say("measuring the model's units, one at a time")
-    machine, profile, (all_cores, cores) = measure(config, threads)
+    machine, profile, all_cores = measure(config, threads)
     machine = replace(machine, caps=tuple(map(float, limits)))
     say(f"{len(profile.units)} units, {profile.distinct} of them measured in {time.monotonic() - began:.1f} s")
-    *plans, alone = plans_of(profile, machine, (all_cores, cores))
     model = _model_of(config.task)
     return Plans(
         task=config.task.name,
@@ -175,8 +178,8 @@ def plans_for(
         parameters=sum(p.numel() for p in model.parameters()),
         optimizer=type(config.task.optimizer(model)).__name__,
         limits=limits,
-        plans=tuple(plans),
-        alone=alone,
+        plans=tuple(plans_of(profile, machine)),
+        alone=one_process(all_cores, machine),
         identity=identity_of(model),
         seconds=time.monotonic() - began,
     )

@@ -21,7 +21,7 @@ from manyhands.comm.stage_channel import Sent, StageChannel
 from manyhands.data.batch import map_columns, rows_of, slice_rows
 from manyhands.parallel.build import build, fill, is_absent, take_away
 from manyhands.parallel.mesh import StagePlace
-from manyhands.parallel.planner.lines import Line
+from manyhands.parallel.planner.linear_cost import LinearCost
 from manyhands.parallel.stage_executor import StageExecutor
 from manyhands.parallel.trace import Cut, ModelTrace, trace
 from manyhands.process_memory import forget_peak, give_back, resident
@@ -39,13 +39,13 @@ class UnitCost:
 
     begins: str  # the module that it begins with; "": the program's beginning
     state: int  # bytes of the optimizer's state
-    crossing: Line  # bytes of the values at its beginning
-    skip: Line  # seconds of the program before it, on a stage that begins here
-    forward: Line
-    backward: Line
+    crossing: LinearCost  # bytes of the values at its beginning
+    skip: LinearCost  # seconds of the program before it, on a stage that begins here
+    forward: LinearCost
+    backward: LinearCost
     update: float  # seconds: gradients are gathered, clipped, and the optimizer steps
-    held: Line  # bytes of a micro-batch between forward and back
-    transient: Line  # bytes besides, while it goes forward and back
+    held: LinearCost  # bytes of a micro-batch between forward and back
+    transient: LinearCost  # bytes besides, while it goes forward and back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class ModelProfile:
 
         def unit(one: dict[str, Any]) -> UnitCost:
             made: dict[str, Any] = {
-                name: Line(**value) if isinstance(value, dict) else value for name, value in one.items()
+                name: LinearCost(**value) if isinstance(value, dict) else value for name, value in one.items()
             }
             return UnitCost(**made)
 
@@ -116,7 +116,7 @@ def profile_units(task: Task, batch: Any, group: Group) -> ModelProfile:
     return ModelProfile(base=base, units=units, names=names, sizes=sizes, rows=rows, distinct=len(measured))
 
 
-def message_line(channel: StageChannel, first: bool, repeats: int = 9) -> Line:
+def message_line(channel: StageChannel, first: bool, repeats: int = 9) -> LinearCost:
     """Seconds of a message from one end to the other, by its bytes. Both ends call it."""
     took = []
     for size in _MESSAGE:
@@ -131,7 +131,7 @@ def message_line(channel: StageChannel, first: bool, repeats: int = 9) -> Line:
                     channel.receive(torch.device("cpu"))
             seconds.append((time.perf_counter() - began) / 2)
         took.append(statistics.median(seconds))
-    return Line.through(_MESSAGE, took)
+    return LinearCost.through(_MESSAGE, took)
 
 
 # -- one unit -----------------------------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ def _costs(
 ) -> Iterator[UnitCost]:
     last = max(kinds.index(kind) for kind in measured)  # that was measured, with the most before it
     skipped = _line(rows, measured[kinds[last]], "skip")
-    crossing = [Line()] + [
-        Line.through(rows, [float(one.chain[cut].nbytes) for one in traces]) for cut in range(len(found.chain))
+    crossing = [LinearCost()] + [
+        LinearCost.through(rows, [float(one.chain[cut].nbytes) for one in traces]) for cut in range(len(found.chain))
     ]
     for unit, kind in enumerate(kinds):
         own = measured[kind]
@@ -310,7 +310,7 @@ def _costs(
             begins=found.chain[unit - 1].name if unit else "",
             state=own[-1].state,
             crossing=crossing[unit],
-            skip=Line(skipped.fixed * share, skipped.slope * share),
+            skip=LinearCost(skipped.fixed * share, skipped.slope * share),
             forward=_line(rows, own, "forward"),
             backward=_line(rows, own, "backward"),
             update=statistics.fmean(one.update for one in own),
@@ -319,5 +319,5 @@ def _costs(
         )
 
 
-def _line(rows: Sequence[int], measured: Sequence[_Measured], name: str) -> Line:
-    return Line.through(rows, [getattr(one, name) for one in measured])
+def _line(rows: Sequence[int], measured: Sequence[_Measured], name: str) -> LinearCost:
+    return LinearCost.through(rows, [getattr(one, name) for one in measured])

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from manyhands.comm.shared_memory.mailbox import ring_bytes
 from manyhands.parallel.mesh import piece_bytes
-from manyhands.parallel.planner.lines import Line
+from manyhands.parallel.planner.linear_cost import LinearCost
 from manyhands.parallel.planner.partition import partition
 from manyhands.parallel.planner.profile import ModelProfile, UnitCost
 from manyhands.parallel.planner.timing import Cores, step_seconds
@@ -32,15 +32,15 @@ PLAIN = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineCosts:
     """What a step costs besides the model's units. Seconds and bytes."""
 
     workers: int
     rows: int  # of a global batch
     cores: Cores
     base: int  # resident in a worker before its model is there
-    message: Line  # seconds of a message between neighbours, by its bytes
-    exchange: Line  # seconds of an exchange between replicas, by bytes of parameters
+    message: LinearCost  # seconds of a message between neighbours, by its bytes
+    exchange: LinearCost  # seconds of an exchange between replicas, by bytes of parameters
     period: int = 1  # steps between two exchanges
     vectors: float = 0.0  # that a strategy keeps, each as long as the parameters
     caps: tuple[float, ...] = ()  # bytes that each worker may have; (): as much as it wants
@@ -89,17 +89,15 @@ class Plan:
             return "one process"
         if self.spec is None:
             return "one worker a replica"
-        parts = [f"stages={self.spec.stages}", f"micro_batches={self.spec.micro_batches}"]
+        parts = [f"stages={self.spec.stages}"]
+        parts += [] if self.spec.micro_batches is None else [f"micro_batches={self.spec.micro_batches}"]
         parts += [f"{name}={value}" for name in Options._fields if (value := getattr(self.spec, name)) != "none"]
         return ",".join(parts)
 
 
-def plans_of(profile: ModelProfile, machine: Machine, alone: tuple[ModelProfile, Cores] | None = None) -> list[Plan]:
-    """Every number of stages that the workers allow, each with its best micro-batches and recomputation, then the rest;
-    the fastest that fits first.
-
-    alone: the units as one process computes them that has all cores.
-    """
+def plans_of(profile: ModelProfile, machine: MachineCosts) -> list[Plan]:
+    """Every number of stages that the workers allow, with every power of two of micro-batches and what trades time for
+    memory: the one to take, then the other ones that fit, the fastest first, then the rest."""
     found = list[Plan]()
     for stages in range(1, machine.workers + 1):
         if machine.workers % stages:
@@ -117,21 +115,19 @@ def plans_of(profile: ModelProfile, machine: Machine, alone: tuple[ModelProfile,
     )
     if ordered and ordered[0].fits:
         good = [plan for plan in ordered if plan.fits and plan.step_s <= _NEARLY * ordered[0].step_s]
-        first = min(
-            good,
-            key=lambda plan: (len(plan.stages), plan.spec is not None and plan.spec.recompute == "units", plan.step_s),
-        )
+        first = min(good, key=lambda plan: (len(plan.stages), plan.step_s))
         ordered.remove(first)
         ordered.insert(0, first)
-    if alone is not None and machine.workers > 1:
-        units, cores = alone
-        ordered.append(
-            replace(plan_of(units, replace(machine, workers=1, cores=cores, vectors=0.0), 1, 1, PLAIN), alone=True)
-        )
     return ordered
 
 
-def _micro_batches(machine: Machine, stages: int) -> list[int]:
+def one_process(profile: ModelProfile, machine: MachineCosts) -> Plan:
+    """For comparison: a process that has all cores, whose units were measured so."""
+    costs = replace(machine, workers=1, cores=Cores(), vectors=0.0, caps=machine.caps[:1])
+    return replace(plan_of(profile, costs, 1, 1, PLAIN), alone=True)
+
+
+def _micro_batches(machine: MachineCosts, stages: int) -> list[int]:
     """To be tried, of a replica's rows."""
     rows = max(1, machine.rows * stages // machine.workers)
     if stages == 1:
@@ -140,7 +136,7 @@ def _micro_batches(machine: Machine, stages: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def plan_of(profile: ModelProfile, machine: Machine, stages: int, micro_batches: int, options: Options) -> Plan:
+def plan_of(profile: ModelProfile, machine: MachineCosts, stages: int, micro_batches: int, options: Options) -> Plan:
     """So many stages, cut where the slowest is fastest among those cuts with which each worker has room."""
     replicas = machine.workers // stages
     rows = machine.rows / replicas / micro_batches
@@ -196,7 +192,7 @@ class _Stages:
     def __init__(
         self,
         profile: ModelProfile,
-        machine: Machine,
+        machine: MachineCosts,
         stages: int,
         micro_batches: int,
         rows: float,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """fixed + slope · x; nothing of it is negative."""
 
     fixed: float = 0.0
@@ -16,17 +16,17 @@ class Line:
     def at(self, x: float) -> float:
         return self.fixed + self.slope * x
 
-    def __add__(self, other: Line) -> Line:
-        return Line(self.fixed + other.fixed, self.slope + other.slope)
+    def __add__(self, other: LinearCost) -> LinearCost:
+        return LinearCost(self.fixed + other.fixed, self.slope + other.slope)
 
     @staticmethod
-    def through(xs: Sequence[float], ys: Sequence[float]) -> Line:
+    def through(xs: Sequence[float], ys: Sequence[float]) -> LinearCost:
         """Through one or two points, x rising. What falls is taken as flat, and what rises faster than x as without a fixed
         part; both then go through the last point."""
         if len(xs) == 1:
-            return Line(0.0, ys[0] / xs[0])
+            return LinearCost(0.0, ys[0] / xs[0])
         slope = (ys[1] - ys[0]) / (xs[1] - xs[0])
         fixed = ys[1] - slope * xs[1]
         if slope < 0:
-            return Line(ys[1], 0.0)
-        return Line(fixed, slope) if fixed >= 0 else Line(0.0, ys[1] / xs[1])
+            return LinearCost(ys[1], 0.0)
+        return LinearCost(fixed, slope) if fixed >= 0 else LinearCost(0.0, ys[1] / xs[1])
