@@ -1,3 +1,3 @@
-"""Conformance suites for groups, servers, strategies and engines, and the tools that they use. For tests, also of third
-parties.
+"""Conformance suites for groups, servers, strategies, engines and step executors, and the tools that they use. For tests,
+also of third parties.
 """
