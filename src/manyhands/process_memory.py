@@ -12,6 +12,7 @@ from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of malloc.h
 _KEEPS_BYTES, _GIVES_BACK_BYTES = 8 << 20, 1 << 20  # what is larger has pages of its own, which go when it is freed
+_keeps = False  # whether this process does as `keep_freed_memory` says
 _TOP_BYTES = 64 << 20  # so much that is free at the end of the heap stays there
 
 
@@ -20,16 +21,22 @@ def keep_freed_memory() -> None:
 
     glibc moves its thresholds so by itself, once tensors of that size were freed. Settings of the user's own hold.
     """
+    global _keeps
     if (mallopt := _mallopt()) is not None:
+        _keeps = True
         mallopt(_MMAP_THRESHOLD, _KEEPS_BYTES)
         mallopt(_TRIM_THRESHOLD, _TOP_BYTES)
 
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Within, what is freed goes back to the system; afterwards as `keep_freed_memory` has it."""
-    if (mallopt := _mallopt()) is not None:
-        mallopt(_MMAP_THRESHOLD, _GIVES_BACK_BYTES)
+    """Within, what is freed goes back to the system; afterwards as `keep_freed_memory` has it. In a process for which that
+    was not called, it is the user's to say what malloc does."""
+    mallopt = _mallopt()
+    if not _keeps or mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _GIVES_BACK_BYTES)
     try:
         yield
     finally:

@@ -121,6 +121,10 @@ def nothing_fits() -> Plan:
     return found.chosen
 
 
+def compressed() -> None:
+    in_stages(TASKS["gpt"], GPT().double(), "stages=2", lambda loop: None, strategy="allreduce:compress=topk:0.1")
+
+
 CASES: dict[str, Refused] = {
     "stages=3 with 4 workers": trained("stages=3", 4),
     "stages=4 with 2 workers": trained("stages=4"),
@@ -169,6 +173,7 @@ CASES: dict[str, Refused] = {
     "a forward that writes into a tensor of every stage": cut("stages=2", of(writes), classified),
     "a model compiled as a whole": cut("stages=2", lambda: torch.compile(MLP(), backend="eager"), classified),
     "a block compiled in place": cut("stages=2", compiled_in_place, classified),
+    "compress where stages share a parameter": compressed,
     "an optimizer over parameters of two models": threads,
 }
 

@@ -21,7 +21,14 @@ from manyhands.worker import Worker
 T = TypeVar("T")
 
 
-def in_stages(task: mh.Task, model: nn.Module, plan: str, program: Callable[[Loop], T], workers: int = 0) -> list[T]:
+def in_stages(
+    task: mh.Task,
+    model: nn.Module,
+    plan: str,
+    program: Callable[[Loop], T],
+    workers: int = 0,
+    strategy: str = "allreduce",
+) -> list[T]:
     """`program` on the loop of each worker, before its first step. Workers are threads; the task's model is a copy of
     this one."""
     spec = ModelParallel.of(plan)
@@ -30,7 +37,7 @@ def in_stages(task: mh.Task, model: nn.Module, plan: str, program: Callable[[Loo
     def run(worker: Worker) -> T:
         worker.mesh = mesh_of(worker, spec.stages)
         own = task.with_fields(model=copy.deepcopy(model))
-        loop = make_loop(WorkerPlan(task=own, strategy=strategy_of("allreduce"), model_parallel=spec), worker)
+        loop = make_loop(WorkerPlan(task=own, strategy=strategy_of(strategy), model_parallel=spec), worker)
         try:
             return program(loop)
         finally:

@@ -202,7 +202,14 @@ class StageExecutor(AutogradExecutor):
     def counts(self, name: str) -> bool:
         if name in self._trace.buffers:
             return self._trace.stage_of(name, self._cuts) == self.place.stage
-        return self.stages_of[self._trace.names.get(name, name)][0] == self.place.stage
+        stages = self.stages_of.get(
+            self._trace.names.get(name, name), (0,)
+        )  # what a module keeps besides is the first's
+        return stages[0] == self.place.stage
+
+    @override
+    def copied(self) -> list[str]:
+        return sorted(name for name, stages in self.stages_of.items() if len(stages) > 1)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,10 @@ class StepExecutor(ABC):
         """Whether a parameter or buffer of the model is this worker's to give, of the workers that hold this replica."""
         return True
 
+    def copied(self) -> list[str]:
+        """The parameters of which several of the workers that hold this replica have a copy; these step alike."""
+        return []
+
     def reduce(self, sums: Tensor) -> Tensor:
         """Float64 [k]: the sums over the workers that hold this replica."""
         if self.members.size > 1:
