@@ -37,6 +37,7 @@ def run(model_parallel: str, directory: Path | None = None, epochs: int = 4) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     expected = run("stages=2")
     run("stages=2,offload=disk", tmp_path / "run", epochs=2)

@@ -20,6 +20,8 @@ from manyhands.parallel.planner.search import Plan
 from manyhands.training.plan_check import compared
 from manyhands.training.plans import Plans
 
+pytestmark = pytest.mark.xdist_group("plans")  # which share one plan
+
 
 @pytest.fixture(scope="module")
 def mlp() -> Plans:
@@ -108,6 +110,10 @@ def test_nothing_fits(mlp: Plans) -> None:
     least = min(too_large, key=lambda one: one.memory)
     with pytest.raises(BadInput, match=str(least).replace(",", ".")):
         none.chosen  # noqa: B018
+
+
+@pytest.mark.slow
+def test_auto_where_nothing_fits() -> None:
     with pytest.raises(BadInput, match="memory_per_worker"):
         mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel="auto", memory_per_worker="20MB")
 

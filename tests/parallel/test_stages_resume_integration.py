@@ -37,7 +37,7 @@ def whole(workers: int, strategy: str, name: str) -> mh.Run:
     ("name", "strategy", "replicas", "workers", "model_parallel"),
     [
         pytest.param("gpt", "allreduce", 1, 2, "stages=2"),
-        pytest.param("gpt", "allreduce", 1, 3, "stages=3"),
+        pytest.param("gpt", "allreduce", 1, 3, "stages=3", marks=pytest.mark.slow),
         pytest.param("gpt", "allreduce", 1, 1, None, marks=pytest.mark.slow),
         pytest.param("gpt", "allreduce", 1, 4, "stages=4", marks=pytest.mark.slow),
         pytest.param("gpt", "allreduce", 1, 4, "stages=2", marks=pytest.mark.slow),

@@ -200,7 +200,8 @@ def test_a_server_under_torchrun(tmp_path: Path) -> None:
 # -- ensembles -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("cnn", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_an_ensemble_of_stages_is_one_of_whole_models(name: str) -> None:
     """Each model, and the metrics of the mean of their outputs."""
     run, expected = (trained(name, *given, "ensemble") for given in ((4, PLAN), (2, None)))
@@ -234,8 +235,7 @@ OTHER_PLANS = [(2, None), (6, "stages=3"), (4, PLAN)]
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, PLAN), (2, None))]
-    + [pytest.param((4, PLAN), plan, marks=SLOW) for plan in OTHER_PLANS[1:]]
+    [pytest.param((4, PLAN), plan, marks=SLOW) for plan in OTHER_PLANS]
     + [pytest.param(plan, (4, PLAN), marks=SLOW) for plan in OTHER_PLANS[:2]],
 )
 def test_what_a_server_holds_goes_on_under_any_plan(

@@ -234,7 +234,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "workers", "plan", "strategy"),
     [
-        ("dropout", 4, "stages=2", "allreduce"),
+        pytest.param("dropout", 4, "stages=2", "allreduce", marks=SLOW),
         ("cnn", 3, "stages=3", "allreduce"),
         ("gpt", 4, "stages=2", "diloco:period=4"),
         pytest.param("gpt", 4, "stages=4,schedule=gpipe", "allreduce", marks=SLOW),
@@ -245,7 +245,7 @@ SLOW = pytest.mark.slow
         pytest.param("mlp", 3, "stages=3,micro_batches=8", "allreduce", marks=SLOW),
         pytest.param("dropout", 4, "stages=2,recompute=units", "diloco:period=4", marks=SLOW),
         pytest.param("mlp", 1, "stages=1", "allreduce", marks=SLOW),
-        pytest.param("gpt", 4, "stages=2", "allreduce:compress=topk:0.3", marks=SLOW),
+        pytest.param("mlp", 4, "stages=2", "allreduce:compress=topk:0.3", marks=SLOW),
         pytest.param("gpt", 4, "stages=2", "local-sgd:period=3", marks=SLOW),
         pytest.param("gpt", 4, "stages=2", "local-sgd:period=end", marks=SLOW),
         pytest.param("gpt", 4, "stages=2", "easgd:period=3,via=group", marks=SLOW),

@@ -211,7 +211,9 @@ def noted(folder: Path, worker: Worker) -> None:
     try:
         work(plan, worker)
     except PeerLost as error:
-        (folder / f"{worker.rank}").write_text(f"{error.rank} {time.time()}")
+        note = folder / f"{worker.rank}.part"
+        note.write_text(f"{error.rank} {time.time()}")
+        note.rename(folder / f"{worker.rank}")  # whole, or not there: the driver ends this worker meanwhile
         raise
 
 
