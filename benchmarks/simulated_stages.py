@@ -18,6 +18,7 @@ from pathlib import Path
 
 import machine
 import torch
+from stages import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -27,21 +28,8 @@ import manyhands as mh
 GOAL_S, WORDS, LENGTH = 60.0, 64, 8
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.norm1(x)
-        x = x + self.attention(own, own, own, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
-
-
 def gpt() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, 32), *(Block(32) for _ in range(8)), nn.Linear(32, WORDS))
+    return nn.Sequential(nn.Embedding(WORDS, 32), *(Block(32, heads=2) for _ in range(8)), nn.Linear(32, WORDS))
 
 
 def chain() -> nn.Module:

@@ -261,8 +261,7 @@ def calibrate(
     workers' group and a parameter server; and prints how far the simulated step
     of each strategy is from the real one. Let the machine be idle meanwhile.
     """
-    if not output.absolute().parent.is_dir():
-        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
+    _check_folder_of(output)
     from manyhands import spec
     from manyhands.evidence.calibrate.calibrate import calibrated
     from manyhands.evidence.calibrate.report import text
@@ -311,8 +310,8 @@ def plan(
     On one machine one process is nearly always faster while the model fits;
     stages are for models that do not. Let the machine be idle meanwhile.
     """
-    if output is not None and not output.absolute().parent.is_dir():
-        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
+    if output is not None:
+        _check_folder_of(output)
     from manyhands.training.plans import plan as plan_task
 
     found = plan_task(
@@ -328,6 +327,11 @@ def plan(
     if output is not None:
         found.save(output)
         _say(f"{found.chosen} is in {output}: manyhands train {task} -n {workers} --model-parallel {output}")
+
+
+def _check_folder_of(output: Path) -> None:
+    if not output.absolute().parent.is_dir():
+        raise BadInput(f"--output {output} is in a folder that does not exist: make it first, or name another file")
 
 
 def _say(line: str) -> None:

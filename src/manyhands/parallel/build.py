@@ -54,15 +54,8 @@ def build(make: Callable[[], nn.Module], held: Collection[str] = (), *, draws: b
 
 def take_away(model: nn.Module, held: Collection[str]) -> nn.Module:
     """The same of a module that is there: its other parameters become absent, in place."""
-    every = _every_name(model)
-    kept = {id(p) for name, p in every if name in held}
-    made: dict[int, Absent] = {}
-    for name, p in every:
-        if id(p) in kept:
-            continue
-        module, _, last = name.rpartition(".")
-        absent = made.setdefault(id(p), _absent_parameter(p))
-        model.get_submodule(module)._parameters[last] = absent  # type: ignore[assignment]
+    kept = {id(p) for name, p in _every_name(model) if name in held}
+    _replace(model, lambda p: id(p) not in kept, _absent_parameter)
     _name_them(model)
     return model
 
@@ -72,16 +65,25 @@ def give_memory(model: nn.Module, names: Collection[str] | None = None) -> list[
 
     Returns them.
     """
-    every = _every_name(model)
-    wanted = {id(p) for name, p in every if (names is None or name in names) and is_absent(p)}
-    made: dict[int, nn.Parameter] = {}
-    for name, p in every:
-        if id(p) not in wanted:
-            continue
-        module, _, last = name.rpartition(".")
-        if id(p) not in made:
-            made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
-        model.get_submodule(module)._parameters[last] = made[id(p)]
+    wanted = {id(p) for name, p in _every_name(model) if (names is None or name in names) and is_absent(p)}
+
+    def real(p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+
+    return _replace(model, lambda p: id(p) in wanted, real)
+
+
+def _replace(
+    model: nn.Module, wanted: Callable[[nn.Parameter], bool], other: Callable[[nn.Parameter], Any]
+) -> list[Any]:
+    """Put others in the place of those that are wanted; one for a tied one. Returns what was put there."""
+    made: dict[int, Any] = {}
+    for name, p in _every_name(model):
+        if wanted(p):
+            if id(p) not in made:
+                made[id(p)] = other(p)
+            module, _, last = name.rpartition(".")
+            model.get_submodule(module)._parameters[last] = made[id(p)]
     return list(made.values())
 
 

@@ -186,6 +186,10 @@ class Strategy(ABC):
             return "its server counts pushes of whole models: use one that does not (downpour, dynsgd, agn, easgd)"
         return "" if self.needs.elementwise else "what it does with a number depends on others"
 
+    def compresses(self) -> bool:
+        """Whether less is sent than there is."""
+        return False
+
     def rate_factor(self, workers: int) -> float:
         """How far one global batch moves the answer, in steps of the rate: 1 if workers average, N if they add."""
         return 1.0

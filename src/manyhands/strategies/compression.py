@@ -47,6 +47,9 @@ class CompressOptions:
     """Whether what a codec leaves out is added to the next exchange. `none`: as its paper, all but qsgd do. Turn it off
     to save a vector of memory, and see whether it still learns."""
 
+    def compresses(self) -> bool:
+        return self.compress != "none"
+
 
 @dataclass(kw_only=True)
 class CompressedState(State):

@@ -127,7 +127,7 @@ class TrainConfig:
         survive, strategy, members = self.survive, self.strategy, spec.workers
         if survive is None or survive.restarts_only:
             return
-        if members > 1 and not (strategy.needs.mean_gradient and getattr(strategy, "compress", "none") == "none"):
+        if members > 1 and not (strategy.needs.mean_gradient and not strategy.compresses()):
             raise Unsupported(
                 f"model_parallel: replicas of several workers that may be lost make each step together, and strategy {strategy.name} does not, or "
                 'compresses: use plain allreduce, or give max_restarts alone (survive="max_restarts=3")'

@@ -133,7 +133,7 @@ class Loop:
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
             raise self.replica.executor.without_gradients()
-        if (copied := self.replica.executor.copied()) and getattr(plan.strategy, "compress", "none") != "none":
+        if (copied := self.replica.executor.copied()) and plan.strategy.compresses():
             raise Unsupported(
                 f"model_parallel: {copied[0]} is tied, and several stages hold it. With compress each stage compresses its own part of the model, so that the copies "
                 "would drift apart: leave compress out, or cut the model where one stage uses it"

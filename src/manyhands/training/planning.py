@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import asdict
 from functools import partial
@@ -31,8 +30,8 @@ from manyhands.training.config import TrainConfig
 from manyhands.training.plan import WorkerPlan, first_rows
 from manyhands.worker import Worker
 
-_SMALL, _REPEATS = 1 << 14, 9
-_NUMBERS = (1 << 12, 1 << 20)  # of the vectors whose exchange is timed
+_SMALL = 1 << 14  # numbers of a model for which a strategy says what it keeps
+_NBYTES = (1 << 14, 1 << 22)  # of the vectors whose exchange is timed
 
 
 def measure(config: TrainConfig, threads: int | None) -> tuple[MachineCosts, ModelProfile, ModelProfile]:
@@ -91,18 +90,17 @@ def _exchange(strategy: Strategy, worker: Worker) -> dict[str, Any]:
     state = strategy.start(replica, worker)
     own = [*replica.parameters.parts, *replica.gradients.parts]
     vectors = nbytes(tensors_in(state), without=own) / nbytes(replica.parameters.parts)
-    took = []
-    for count in _NUMBERS:
-        vector = worker.group.allocate(count, torch.float32)
-        seconds = []
-        for _ in range(_REPEATS):
-            worker.group.barrier()
-            began = time.perf_counter()
-            worker.group.mean_(vector)
-            seconds.append(time.perf_counter() - began)
-        took.append(statistics.median(seconds))
+    vector = worker.group.allocate(max(_NBYTES) // 4, torch.float32)
+
+    def once(size: int) -> float:
+        worker.group.barrier()
+        began = time.perf_counter()
+        worker.group.mean_(vector[: size // 4])
+        return time.perf_counter() - began
+
+    exchange = LinearCost.of_medians(_NBYTES, once)
     replica.detach()
-    return {"vectors": vectors, "exchange": asdict(LinearCost.through([4 * count for count in _NUMBERS], took))}
+    return {"vectors": vectors, "exchange": asdict(exchange)}
 
 
 def _period(strategy: Strategy) -> int:

@@ -194,12 +194,12 @@ def with_plan(
     config: TrainConfig, given: str | ModelParallel | None, memory_per_worker: str | None, threads: int | None
 ) -> tuple[TrainConfig, dict[str, Any] | None]:
     """The arguments of a run with the plan that they ask for, and what it predicts."""
-    if given != AUTO and memory_per_worker is not None:
+    auto = isinstance(given, str) and given.strip() == AUTO
+    if not auto and memory_per_worker is not None:
         raise BadInput(f'memory_per_worker is what a plan may take: give model_parallel="{AUTO}", too, or leave it out')
     if not is_planned(given):
         return config, None
     assert isinstance(given, str)
-    auto = given.strip() == AUTO
     if auto and config.engine.name not in ("local", "hosts"):
         raise Unsupported(
             f"model_parallel={AUTO} measures the model with engine local, and this run has engine {config.engine.name}: make a plan with `manyhands plan`, "

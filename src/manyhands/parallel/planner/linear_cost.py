@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -18,6 +19,11 @@ class LinearCost:
 
     def __add__(self, other: LinearCost) -> LinearCost:
         return LinearCost(self.fixed + other.fixed, self.slope + other.slope)
+
+    @staticmethod
+    def of_medians(xs: Sequence[int], once: Callable[[int], float], repeats: int = 9) -> LinearCost:
+        """Through the medians of what `once` gives at each x, so many times."""
+        return LinearCost.through(xs, [statistics.median(once(x) for _ in range(repeats)) for x in xs])
 
     @staticmethod
     def through(xs: Sequence[float], ys: Sequence[float]) -> LinearCost:

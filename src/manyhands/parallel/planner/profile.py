@@ -116,22 +116,20 @@ def profile_units(task: Task, batch: Any, group: Group) -> ModelProfile:
     return ModelProfile(base=base, units=units, names=names, sizes=sizes, rows=rows, distinct=len(measured))
 
 
-def message_line(channel: StageChannel, first: bool, repeats: int = 9) -> LinearCost:
+def message_line(channel: StageChannel, first: bool) -> LinearCost:
     """Seconds of a message from one end to the other, by its bytes. Both ends call it."""
-    took = []
-    for size in _MESSAGE:
+
+    def once(size: int) -> float:
         payload = [Sent(torch.zeros(size, dtype=torch.uint8))]
-        seconds = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            for sends in (first, not first):
-                if sends:
-                    channel.send("profile", payload)
-                else:
-                    channel.receive(torch.device("cpu"))
-            seconds.append((time.perf_counter() - began) / 2)
-        took.append(statistics.median(seconds))
-    return LinearCost.through(_MESSAGE, took)
+        began = time.perf_counter()
+        for sends in (first, not first):
+            if sends:
+                channel.send("profile", payload)
+            else:
+                channel.receive(torch.device("cpu"))
+        return (time.perf_counter() - began) / 2
+
+    return LinearCost.of_medians(_MESSAGE, once)
 
 
 # -- one unit -----------------------------------------------------------------------------------------------------------

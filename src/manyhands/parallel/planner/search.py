@@ -198,7 +198,7 @@ class _Stages:
         rows: float,
         options: Options,
     ) -> None:
-        self._profile, self._machine, self._stages, self._rows = profile, machine, stages, rows
+        self._profile, self._machine, self._rows = profile, machine, rows
         self._recomputes, self._offloads = options.recompute == "units", options.offload == "disk"
         self._in_flight = [in_flight(actions("1f1b", stages, micro_batches, stage)) for stage in range(stages)]
         self._replicas = machine.workers // stages
