@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput, UnknownName, is_number, is_whole
+from manyhands.sparse.kernel import Kernel, LossOfKernel, ModelOfKernel, RateOfKernel, measured
 from manyhands.worker_callback import WorkerCallbackFactory
 
 CONVEX = "convex"
@@ -33,7 +34,7 @@ class Summed:
     """(the sum of all batches, float64 [k] on the CPU) -> {name: metric}; the names take the place of this one's."""
 
 
-Metrics = Mapping[str, Measure | Summed]
+Metrics = Mapping[str, Measure | Summed | tuple[float, float]]
 Evaluate = Callable[[nn.Module, Any], Metrics]
 
 
@@ -41,13 +42,22 @@ Evaluate = Callable[[nn.Module, Any], Metrics]
 class Task:
     """What is trained. Every field is data or a function, so that each worker can build it from the same seed."""
 
-    model: nn.Module | Callable[[], nn.Module]
+    model: nn.Module | Callable[[], nn.Module] = None  # type: ignore[assignment]
     """A module, which holds the final weights afterwards; or a function that builds one on every worker."""
-    loss: Loss
+    loss: Loss = None  # type: ignore[assignment]
     """(model, batch) -> the mean over the batch, or (mean, weight) if the mean does not divide by the rows."""
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = None  # type: ignore[assignment]
     """(model) -> its optimizer."""
-    train_data: Any
+    kernel: Kernel | None = None
+    """In the place of model, loss and optimizer: an algorithm that changes rows of tables without gradients, such as
+    word2vec's (see docs/sparse.md). A run's model holds its tables."""
+    rate: float | None = None
+    """Of a kernel: how far a step goes."""
+    last_rate: float | None = None
+    """Of a kernel: the rate falls to this, in a line over all steps. Default: it stays."""
+    rate_decay: float | None = None
+    """Of a kernel, in the place of `last_rate`: the rate is multiplied by this after each epoch."""
+    train_data: Any = None
     """Dataset, dict or tuple of equally long arrays, DataLoader, IterableDataset, DataFrame, path, or a function."""
     validation_data: Any = None
     """Rows on which `evaluate` runs during training."""
@@ -94,6 +104,12 @@ class Task:
     """How the summary calls it."""
 
     def __post_init__(self) -> None:
+        if self.kernel is not None:
+            self._take_kernel()
+        elif own := [name for name in _OF_KERNELS if getattr(self, name) is not None]:
+            raise BadInput(
+                f"{own[0]} is of tasks with a kernel: the optimizer has a rate of its own, and schedule moves it"
+            )
         self._check_functions()
         if self.batch_size is not None and self.batch_size_per_worker is not None:
             raise BadInput(
@@ -117,6 +133,30 @@ class Task:
             )
         if not isinstance(self.name, str):
             raise BadInput(f"name must be a text, not {self.name!r}")
+
+    def _take_kernel(self) -> None:
+        """Check what goes with a kernel, and put what builds its model in the place of model, loss and optimizer."""
+        kernel, rate, last, decay = self.kernel, self.rate, self.last_rate, self.rate_decay
+        if not isinstance(kernel, Kernel):
+            raise BadInput(f"kernel must be a manyhands.Kernel, such as one of manyhands.kernels, not {named(kernel)}")
+        derived = {"model": ModelOfKernel, "loss": LossOfKernel, "optimizer": RateOfKernel}
+        given = [name for name, kind in derived.items() if not isinstance(getattr(self, name), kind | type(None))]
+        given += [
+            name for name in ("executor", "clip_norm", "micro_batch_size", "optimum") if getattr(self, name) is not None
+        ]
+        if given or self.precision != PRECISIONS[0]:
+            raise BadInput(
+                f"a task has a kernel or {(given or ['precision'])[0]}, not both: a kernel builds its model, and makes its steps itself, without gradients"
+            )
+        for name, value in (("rate", rate), ("last_rate", last), ("rate_decay", decay)):
+            if (value is not None or name == "rate") and not (is_number(value) and 0 < value < math.inf):
+                raise BadInput(f"{name} of a kernel must be a number above 0, not {value!r}: rate=0.025, for example")
+        if len(both := [n for n in ("last_rate", "rate_decay", "schedule") if getattr(self, n) is not None]) > 1:
+            raise BadInput(f"{both[0]} and {both[1]} both say how the rate falls: give one of them")
+        assert rate is not None
+        object.__setattr__(self, "model", ModelOfKernel(kernel, int(self.seed)))
+        object.__setattr__(self, "loss", LossOfKernel(kernel))
+        object.__setattr__(self, "optimizer", RateOfKernel(rate))
 
     def _check_functions(self) -> None:
         for field in _FUNCTIONS:
@@ -152,10 +192,13 @@ class Task:
         return cls(**{"loss": SupervisedLoss(criterion), "evaluate": SupervisedMetrics(criterion), **task_fields})
 
     def metrics(self, model: nn.Module, batch: Any) -> Metrics:
-        """`evaluate`, or the loss alone."""
-        return self.evaluate(model, batch) if self.evaluate is not None else {"loss": self.loss(model, batch)}
+        """`evaluate`; else what the kernel measures, or the loss alone."""
+        if self.evaluate is not None:
+            return self.evaluate(model, batch)
+        return {"loss": self.loss(model, batch)} if self.kernel is None else measured(model, batch)
 
 
+_OF_KERNELS = ("rate", "last_rate", "rate_decay")
 _OPTIONAL = ("evaluate", "schedule", "order", "collate", "executor")
 _FUNCTIONS = {  # the arguments that each is called with
     "model": (),

@@ -1,6 +1,7 @@
 """Batches: nested dicts, tuples, lists and dataclasses whose leaves are columns of equally many rows.
 
-A column is a tensor or array whose first dimension counts rows, or a list or tuple of plain values (strings, numbers).
+A column is a tensor or array whose first dimension counts rows, a list or tuple of plain values (strings, numbers), or
+rows of different lengths (`Ragged`).
 Numbers, strings, None and tensors without dimensions belong to the whole batch: they are neither counted nor cut.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.data.ragged import Ragged
 from manyhands.errors import BadInput
 
 Collate = Callable[[list[Any]], Any]  # [row, …] -> batch
@@ -151,6 +153,8 @@ def describe(value: Any) -> str:
 def _is_column(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0
+    if isinstance(value, Ragged):
+        return True
     if isinstance(value, list) or type(value) is tuple:
         return bool(value) and all(isinstance(item, PLAIN) for item in value)
     return False

@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.data.batch import Collate, describe
 from manyhands.data.dataframe_rows import DistributedFrame
+from manyhands.data.ragged import Ragged
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.files import open_file
 from manyhands.data.readers.loaders import open_loader, unshared
+from manyhands.data.readers.ragged_rows import RaggedRows
 from manyhands.data.readers.streams import Stream
 from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
 from manyhands.data.source import Slice, Source
@@ -27,7 +29,7 @@ __all__ = ["Slice", "Source", "is_function", "open_source"]
 
 ACCEPTED = (
     "tensors or arrays (also in dicts, tuples, dataclasses); a Dataset; a list or other iterable of rows; a "
-    "DataLoader; a DataFrame or Arrow table; a path or URL; or a function that gives one of these (see docs/data.md)"
+    "DataLoader; a DataFrame or Arrow table; a Csr or Corpus; a path or URL; or a function that gives one of these (see docs/data.md)"
 )
 
 
@@ -46,6 +48,8 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
         return data.open(collate)
     if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
         return source
+    if isinstance(data, Ragged):
+        return RaggedRows(data, collate)
     if isinstance(data, DataLoader):
         return open_loader(unshared(data), collate, loader_processes)
     if isinstance(data, IterableDataset):
@@ -77,7 +81,9 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
-    is_data = isinstance(data, Dataset | DataLoader | DistributedFrame) or _has_rows(data) or _has_columns(data)
+    is_data = (
+        isinstance(data, Dataset | DataLoader | DistributedFrame | Ragged) or _has_rows(data) or _has_columns(data)
+    )
     return callable(data) and not is_data
 
 

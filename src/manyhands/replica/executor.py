@@ -90,8 +90,8 @@ class StepExecutor(ABC):
         """Scale the gradients so that their norm over the whole replica is at most `norm`."""
 
     @abstractmethod
-    def apply(self) -> None:
-        """Move the parameters: the optimizer's step."""
+    def apply(self) -> float | None:
+        """Move the parameters: the optimizer's step. The mean loss, where it is found here and not by `backward`."""
 
     @abstractmethod
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
@@ -173,18 +173,21 @@ class StepExecutor(ABC):
         )
 
 
-def shards_of(model: nn.Module, allocate: Allocate, spare: int = 0) -> tuple[ParameterShard, ...]:
+def shards_of(
+    model: nn.Module, allocate: Allocate, spare: int = 0, *, gradients: bool = True
+) -> tuple[ParameterShard, ...]:
     """The model's trainable parameters, which become views of one flat vector for each dtype.
 
-    spare: so many numbers lie behind the gradients, to travel with them.
+    spare: so many numbers lie behind the gradients, to travel with them. gradients: else there is no memory for any.
     """
     shards = []
     for layout in layouts_of(model):
         parameters = allocate(layout.padded, layout.dtype, layout.device)
-        sent = allocate(layout.padded + spare, layout.dtype, layout.device)
+        none = torch.empty(0, dtype=layout.dtype)
+        sent = allocate(layout.padded + spare, layout.dtype, layout.device) if gradients else none
         layout.attach(parameters)
-        gradients = sent[: layout.padded] if spare else sent
-        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=gradients, sent=sent))
+        own = sent[: layout.padded] if spare else sent
+        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=own, sent=sent))
     return tuple(shards)
 
 

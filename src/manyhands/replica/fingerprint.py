@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from manyhands import rng
 from manyhands.data.batch import columns
+from manyhands.data.ragged import Ragged
 from manyhands.data.source import Pick, Planned, Reading, Source
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.replica.flat_vector import FlatVector
@@ -287,6 +288,7 @@ def _read(source: Planned, pick: Pick, reading: Reading) -> list[dict[str, Any]]
 
 def _column(column: Any) -> dict[str, Any]:
     """A column as its mean and slope. Texts are exact, without paths; of other objects only the kind counts."""
+    column = [*column] if isinstance(column, Ragged) else column
     if isinstance(column, list | tuple):
         texts = ["a path" if isinstance(value, str) and _PATH.match(value) else repr(value) for value in column]
         return {"of": texts, "means": [], "size": 0.0}

@@ -73,6 +73,7 @@ class Replica:
         self.control = ControlBits(elastic)
         self.weight = 0.0  # behind `gradients`: own, then the total after a mean
         self.grad_mask = 0  # bits: the parameters that got a gradient, first here, after a mean anywhere
+        self.loss = 0.0  # the mean over this tick's own rows; of a kernel, once it is applied
         self.tick = self.step = 0  # loop turns, optimizer steps
         self.last = True  # the epoch under way is the last, as far as anybody knows
         self._follows = False  # the schedule is moved by `follow_schedule` alone
@@ -224,7 +225,7 @@ class Replica:
         found = self.executor.backward(None if self.skip else batch)
         self.control.stop = self.control.stop or found.stop
         self.control.regroup = self.control.regroup or found.regroup
-        self.weight, self.grad_mask = found.weight, found.grad_mask
+        self.weight, self.grad_mask, self.loss = found.weight, found.grad_mask, found.loss
         return found.loss
 
     @property
@@ -366,7 +367,8 @@ class Replica:
         """
         start, communicated_s = self._clock(), self.executor.communicated_s()
         moves = self.weight != 0
-        if moves and self._nonfinite != "apply" and not self._finite():
+        judged = moves and self._nonfinite != "apply" and self.executor.has_gradients
+        if judged and not self._finite():
             if self._nonfinite == "raise":
                 raise self._not_finite()
             moves = False
@@ -375,8 +377,9 @@ class Replica:
 
         def step() -> bool:
             self.stepped = True
-            if moves:
-                self.executor.apply()
+            found = self.executor.apply() if moves else None
+            if found is not None:
+                self.loss = found
             if (moves and not extra) or (self.weight == 0 and self.idle):
                 self._follow_step()
             self.step += moves and not extra

@@ -186,6 +186,10 @@ class Strategy(ABC):
             return "its server counts pushes of whole models: use one that does not (downpour, dynsgd, agn, easgd)"
         return "" if self.needs.elementwise else "what it does with a number depends on others"
 
+    def exchanges_gradients(self) -> str:
+        """What it does with gradients, so that a step without any is refused; "" where parameters or updates are exchanged."""
+        return "averages gradients" if self.needs.gradients else ""
+
     def compresses(self) -> bool:
         """Whether less is sent than there is."""
         return False

@@ -125,6 +125,10 @@ class Downpour(AsyncOptions, CompressOptions, OverlapOptions, Strategy):
             )
 
     @override
+    def exchanges_gradients(self) -> str:
+        return "with rule=adagrad sends gradients to its server" if self.rule == "adagrad" else ""
+
+    @override
     def overlaps(self) -> bool:
         return self.overlap
 

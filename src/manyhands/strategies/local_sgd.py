@@ -80,6 +80,10 @@ class LocalSGD(Strategy):
             raise BadInput(f"strategy local-sgd: warmup must be a whole number of 0 or more, not {self.warmup!r}")
 
     @override
+    def exchanges_gradients(self) -> str:
+        return f"with warmup={self.warmup} averages gradients at first" if self.warmup else ""
+
+    @override
     def fixed_members(self) -> str:
         return "with period=end its workers exchange once, at the end" if self.period == "end" else ""
 

@@ -25,6 +25,7 @@ from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.trace import check_not_compiled
 from manyhands.replica.layout import layouts_of
 from manyhands.server.base import ServerSpec
+from manyhands.strategies import CATALOGUE, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, check_fields
 from manyhands.tasks.finding import task_of
@@ -92,11 +93,33 @@ class TrainConfig:
         if resume and self.directory is None:
             raise BadInput("resume needs a run directory: give run_dir (--run-dir)")
         check_launch(self.strategy, self.engine, self.count, servers)
+        self._check_kernel()
         self.check_model_parallel()
         self._check_worker_callback()
         batch_size, stream = self._check_data()
         self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
+
+    def _check_kernel(self) -> None:
+        """That the strategy trains a kernel, where the task has one."""
+        kernel, strategy = self.task.kernel, self.strategy
+        if kernel is None:
+            return
+        if why := strategy.exchanges_gradients():
+            able = [name for name in CATALOGUE if not strategy_of(name).exchanges_gradients()]
+            raise Unsupported(
+                f"strategy {strategy.name} {why}, and kernel {kernel.name} moves its tables without any: use one that exchanges parameters or updates "
+                f"({', '.join(able)})"
+            )
+        if not strategy.needs.one_model and self.task.evaluate is None:
+            raise Unsupported(
+                f"strategy {strategy.name} averages the outputs of several models, and what kernel {kernel.name} measures is of one: give the task a function "
+                "evaluate(model, batch), whose model.members they are, or use another strategy"
+            )
+        if self.model_parallel is not None:
+            raise Unsupported(
+                f"model_parallel: kernel {kernel.name} is no torch model with stages: leave model_parallel out; strategy rotate cuts the tables of a kernel"
+            )
 
     def check_model_parallel(self) -> None:
         """That a replica may span several workers."""
@@ -245,10 +268,12 @@ def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
             f"task must be a Task, a string such as 'digits' or 'my.py:task', or None; got {type(task).__name__}"
         )
     check_fields(task_fields)
-    missing = [name for name in ("model", "loss", "optimizer", "train_data") if name not in task_fields]
+    needed = ("kernel", "rate") if "kernel" in task_fields else ("model", "loss", "optimizer")
+    missing = [name for name in (*needed, "train_data") if name not in task_fields]
     if missing:
         raise BadInput(
-            f"nothing to train: {', '.join(missing)} missing; give a task, or its fields (model=, loss=, optimizer=, train_data=)"
+            f"nothing to train: {', '.join(missing)} missing; give a task, or its fields (model=, loss=, optimizer=, train_data=, or kernel=, rate=, "
+            "train_data=)"
         )
     return Task(**task_fields)
 

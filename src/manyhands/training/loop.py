@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from manyhands import rng, units
 from manyhands.comm.group import Ledger
@@ -85,7 +86,6 @@ class _Turn:
     part: Slice
     tick: int
     values: dict[str, Any]  # of its event, besides
-    loss: float
     weight: float
     rate: float
     steps: int  # of the optimizer, before it
@@ -195,7 +195,7 @@ class Loop:
         self.replica.executor.share(self.replica.named(vector))
 
     def _use_schedule(self) -> None:
-        make, total = self.task.schedule, self.total_ticks()
+        make, total = self._schedule(), self.total_ticks()
         if make is None:
             return
         if total is None:
@@ -205,6 +205,19 @@ class Loop:
             raise BadInput(
                 f"the schedule is stepped on {self.replica.watched!r}, and there is no validation: give the task validation_data"
             )
+
+    def _schedule(self) -> Callable[[torch.optim.Optimizer, int], Any] | None:
+        """The task's, or what its kernel's rate does."""
+        task, per_epoch = self.task, self.ticks_per_epoch
+        if task.last_rate is not None and task.rate is not None:
+            return partial(falling, task.last_rate / task.rate)
+        if (decay := task.rate_decay) is not None:
+            if per_epoch is None:
+                raise BadInput(
+                    "rate_decay is of epochs, and nobody knows how many steps one of a stream has: give last_rate and max_steps"
+                )
+            return lambda optimizer, total: LambdaLR(optimizer, lambda step: decay ** (step // per_epoch))
+        return task.schedule
 
     def _watch(self) -> StalenessMonitor | None:
         (rank, replicas), replica, spec = self.worker.mesh.rows, self.replica, self.spec
@@ -408,7 +421,7 @@ class Loop:
         start = clock()
         self.plan.strategy.before_backward(replica, worker, self.state)
         begun, communicated_s = clock(), replica.executor.communicated_s()
-        loss = replica.backward(part.batch)
+        replica.backward(part.batch)
         worker.driver.computed(0 if replica.skip or replica.executor.times_passes else part.rows)
         weight, rate = replica.weight, self._rate()
         if self.staleness is not None:
@@ -418,7 +431,6 @@ class Loop:
             part,
             tick,
             values,
-            loss,
             weight,
             rate,
             replica.step,
@@ -435,7 +447,7 @@ class Loop:
         try:
             result = self.plan.strategy.exchange(replica, worker, self.state)
         except NotFinite as error:
-            raise nonfinite.named(error, replica, worker, part.batch) from error
+            raise nonfinite.named(error, replica, worker, part) from error
         except PeerLost:
             if self.has_rounds and not self.rounds_at_server and replica.stepped:
                 self._end_turn(turn)  # alone, as ever between rounds: it is the round that is not complete
@@ -464,7 +476,7 @@ class Loop:
         exchange_s = end - turn.middle + turn.begun - turn.start - apply_s - wait_s + turn.communicated_s
         self._record(
             tick=turn.tick,
-            loss=turn.loss if rows else None,
+            loss=replica.loss if rows else None,
             weight=turn.weight if counts else 0.0,
             rows=rows,
             unused=unused,
@@ -484,7 +496,7 @@ class Loop:
             found = self._plan_check.compare(worker, peak_bytes(worker.device))
             if worker.rank == 0:
                 worker.emit("plan", tick=turn.tick, step=replica.step, **found)
-        if self.worker_callback is not None and self.worker_callback.on_step(turn.loss if part.rows else None):
+        if self.worker_callback is not None and self.worker_callback.on_step(replica.loss if part.rows else None):
             self._called_off = True
         if (self.worker.elastic and not self.lockstep) or left_out is not None:
             self.flush()  # what is at the server, or what is not yet, is reported before this worker may be lost
@@ -768,6 +780,7 @@ class Loop:
                 steps_of_an_epoch=feed.ticks,
                 **{name: getattr(task, name) for name in ("epochs", "max_steps", "micro_batch_size", "seed")},
                 **{name: getattr(task, name) for name in ("shuffle", "clip_norm", "precision")},
+                **{name: getattr(task, name) for name in ("kernel", "rate", "last_rate", "rate_decay")},
             ),
             **fingerprint.of_model(model),
             **fingerprint.of_rows(feed.source, "train_data", task.seed),
@@ -917,6 +930,11 @@ def own_pace_on_a_stream(strategy: str) -> str:
         "nobody could train in its place: give a Dataset or arrays, use a strategy in step (allreduce, local-sgd), or give "
         'max_restarts alone (survive="max_restarts=3")'
     )
+
+
+def falling(last: float, optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
+    """From the rate to this share of it, in a line over all steps."""
+    return LambdaLR(optimizer, lambda step: 1 - (1 - last) * min(1.0, step / total_steps))
 
 
 def peak_bytes(device: torch.device) -> int:

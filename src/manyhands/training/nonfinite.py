@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from manyhands import units
+from manyhands.data.feed import Slice
 from manyhands.errors import NotFinite
 from manyhands.replica.replica import Replica
 from manyhands.worker import Worker
 
 
-def named(error: NotFinite, replica: Replica, worker: Worker, batch: Any | None) -> NotFinite:
+def named(error: NotFinite, replica: Replica, worker: Worker, part: Slice) -> NotFinite:
     """The error with the workers whose own gradient of this step is not finite; a collective of all, who have the error.
 
     Each computes its gradient again, over the same rows, so that steps without such an error cost nothing more. Where
-    a worker has the error for itself, because it moves by its own gradient, nobody else can be asked.
+    a worker has the error for itself, because it moves by its own gradient, nobody else can be asked. Of a kernel, the
+    slice is named.
     """
+    if not replica.executor.has_gradients:
+        return NotFinite(
+            f"{error} (worker {worker.worker_id}, slice {part.part} of global batch {part.index} of its epoch)"
+        )
     if not replica.has_mean or worker.group.size == 1:
         return error
     worker.driver.progress("compute", replica.step)
-    own = replica.computes_finite(batch)
+    own = replica.computes_finite(part.batch)
     worker.driver.progress("exchange", replica.step)
     everyone = worker.group.all_gather_json([worker.worker_id, own])
     wrong = [str(worker_id) for worker_id, finite in everyone if not finite]

@@ -20,6 +20,7 @@ from manyhands.errors import BadInput
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.staged import staged
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
+from manyhands.replica.kernel_executor import KernelExecutor
 from manyhands.replica.shard import ParameterShard
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
@@ -60,7 +61,9 @@ class WorkerPlan:
         make = task.model
         if isinstance(make, nn.Module):
             task = task.with_fields(model=copy.deepcopy(make))
-        elif self.model_parallel is None:  # a function may give the same module each time; `build` sees that by itself
+        elif (
+            self.model_parallel is None and task.kernel is None
+        ):  # a function may give the same module each time; `build` sees that by itself
             task = task.with_fields(model=lambda: copy.deepcopy(make()))
         return replace(self, task=task)
 
@@ -144,13 +147,15 @@ def make_executor(
     model_parallel: ModelParallel | None = None,
     first_rows: Callable[[], Any] = lambda: None,
 ) -> StepExecutor:
-    """What makes this worker's steps: the task's own, a stage of its model, or autograd with its optimizer.
+    """What makes this worker's steps: the task's own, its kernel, a stage of its model, or autograd with its optimizer.
 
     first_rows: gives a batch of this worker's rows, on which a model is traced that is to be cut.
     """
     if task.executor is not None:
         executor: StepExecutor = task.executor(task, worker)
         return executor
+    if task.kernel is not None:
+        return KernelExecutor(task.model, task.optimizer)
     if model_parallel is not None:
         return staged(task, worker, model_parallel, first_rows)
     return AutogradExecutor(

@@ -1,0 +1,85 @@
+"""Sparse rows: features by number, values, and a target."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from manyhands.data.ragged import Array, Ragged
+from manyhands.errors import BadInput
+
+
+class Csr(Ragged):
+    """Compressed sparse rows: row i has the features keys[offsets[i]:offsets[i + 1]], each with a value and, where the rows
+    have any, a field; and the target targets[i].
+
+    A batch of it is a Csr again, with the same arrays and the numbers of its rows.
+    """
+
+    def __init__(
+        self,
+        offsets: Any,
+        keys: Any,
+        values: Any,
+        targets: Any,
+        *,
+        fields: Any = None,
+        features: int | None = None,
+        field_count: int | None = None,
+    ) -> None:
+        """offsets: [rows + 1]. keys, values, fields: [entries]. targets: [rows].
+
+        features: how many there are; default: the greatest key and one more. field_count: likewise, of fields.
+        Raises BadInput for arrays that do not fit together, and keys and fields out of range.
+        """
+        flat = {"keys": _numbered(keys, "keys", features), "values": np.ascontiguousarray(values, np.float32)}
+        if fields is not None:
+            flat["fields"] = _numbered(fields, "fields", field_count)
+        by_row = {"targets": np.ascontiguousarray(targets, np.float32)}
+        super().__init__(np.ascontiguousarray(offsets, np.int64), flat, by_row)
+        self.features = _count(flat["keys"], features)
+        self.field_count = _count(flat["fields"], field_count) if fields is not None else 0
+
+    @classmethod
+    def of(cls, matrix: Any, targets: Any, *, features: int | None = None) -> Self:
+        """A scipy sparse matrix or array [rows, features], and targets [rows]."""
+        rows = matrix.tocsr()
+        rows.sort_indices()
+        return cls(rows.indptr, rows.indices, rows.data, targets, features=features or matrix.shape[1])
+
+    @property
+    def keys(self) -> Array:
+        """uint32 [entries] of the whole data."""
+        return self.flat["keys"]
+
+    @property
+    def values(self) -> Array:
+        """float32 [entries] of the whole data."""
+        return self.flat["values"]
+
+    @property
+    def fields(self) -> Array | None:
+        """uint32 [entries] of the whole data; None where its rows have no fields."""
+        return self.flat.get("fields")
+
+    @property
+    def targets(self) -> Array:
+        """float32 [rows] of the whole data."""
+        return self.by_row["targets"]
+
+
+def _numbered(numbers: Any, what: str, count: int | None) -> Array:
+    """uint32; BadInput for what is no whole number in range(count)."""
+    found = np.asarray(numbers)
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        raise BadInput(f"{what} must be whole numbers in one dimension, not {found.dtype} of shape {list(found.shape)}")
+    if len(found) and (least := int(found.min())) < 0:
+        raise BadInput(f"{what} must be at least 0, and one is {least}")
+    if len(found) and (most := int(found.max())) >= (count if count is not None else 1 << 32):
+        raise BadInput(f"{what} must be below {count or 1 << 32:,}, and one is {most:,}")
+    return np.ascontiguousarray(found, np.uint32)
+
+
+def _count(numbers: Array, given: int | None) -> int:
+    return given if given is not None else int(numbers.max(initial=0)) + 1

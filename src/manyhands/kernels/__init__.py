@@ -1,0 +1,23 @@
+"""Kernels: algorithms that train tables without gradients, one a file. Loaded when asked for; each needs numba (extra
+`sparse`). The contract is `sparse/kernel.py`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyhands.kernels.linear import Linear as Linear
+
+_WHERE = {"Linear": "linear"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: its kernels are {', '.join(_WHERE)}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})
