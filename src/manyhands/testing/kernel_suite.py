@@ -72,7 +72,7 @@ def check_keys_stand_in_the_fields_that_tables_name(case: KernelCase) -> None:
             keys = batch[field]
             expect(keys.dtype.kind in "iu", f"field {field!r} holds {keys.dtype}, not keys")
             expect(
-                bool(len(keys)) and 0 <= int(keys.min()) and int(keys.max()) < rows.rows, f"{field!r} is out of range"
+                bool(len(keys)) and int(keys.min()) >= 0 and int(keys.max()) < rows.rows, f"{field!r} is out of range"
             )
 
 
