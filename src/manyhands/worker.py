@@ -137,9 +137,11 @@ class Mesh:
     model: Group = field(default_factory=SoloGroup)
     """The workers that hold one replica together."""
     rows: tuple[int, int]
-    """Rank and size by which the feed deals rows: workers of one replica read the same ones."""
+    """Rank and size by which the feed deals rows: workers of one replica read the same ones, but for `own_rows`."""
     coordinate: int = 0
     """Which part of a replica this worker holds; workers of `data` have the same."""
+    own_rows: bool = False
+    """Whether the workers of one replica read rows of their own."""
 
     @property
     def parts(self) -> list[Group]:
@@ -149,12 +151,12 @@ class Mesh:
     @property
     def place(self) -> dict[str, int]:
         """As events name it where several workers hold a replica: {"replica", "stage"}."""
-        return {} if self.model.size == 1 else {"replica": self.rows[0], "stage": self.coordinate}
+        return {} if self.model.size == 1 or self.own_rows else {"replica": self.rows[0], "stage": self.coordinate}
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this worker reports the rows of its replica, all of whose workers read them."""
-        return self.model.rank == 0
+        """Whether this worker reports the rows that it reads: of a replica whose workers all read the same, one does."""
+        return self.own_rows or self.model.rank == 0
 
 
 class Refused(BadInput):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from manyhands.data.ragged import Ragged
+from manyhands.data.strata import Cells
 from manyhands.errors import BadInput
 
 Collate = Callable[[list[Any]], Any]  # [row, …] -> batch
@@ -153,7 +154,7 @@ def describe(value: Any) -> str:
 def _is_column(value: Any) -> bool:
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0
-    if isinstance(value, Ragged):
+    if isinstance(value, Ragged | Cells):
         return True
     if isinstance(value, list) or type(value) is tuple:
         return bool(value) and all(isinstance(item, PLAIN) for item in value)

@@ -11,6 +11,7 @@ import torch
 
 from manyhands.comm.group import Group
 from manyhands.comm.lost import LostGroup
+from manyhands.comm.solo import SoloGroup
 from manyhands.comm.stage_channel import StageChannel
 from manyhands.parallel.trace import Cut, ModelTrace
 from manyhands.worker import DriverClient, Mesh, SoloDriverClient, Worker
@@ -63,6 +64,19 @@ def mesh_of(worker: Worker, stages: int) -> Mesh:
         model=worker.make_group(range(replica * stages, (replica + 1) * stages)),
         rows=(replica, replicas),
         coordinate=stage,
+    )
+
+
+def mesh_of_blocks(worker: Worker) -> Mesh:
+    """All workers hold one replica together, and each reads rows of its own."""
+    group = worker.group
+    return Mesh(
+        world=group,
+        data=SoloGroup(),
+        model=group,
+        rows=(worker.rank, worker.size),
+        coordinate=worker.rank,
+        own_rows=True,
     )
 
 

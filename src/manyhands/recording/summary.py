@@ -68,6 +68,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_simulated(facts),
         *_cores(facts),
         *_batch(facts),
+        *_cells(facts),
         *_stages(facts),
         *_plan(facts),
         *_time(facts),
@@ -109,6 +110,16 @@ def _speed(facts: dict[str, Any]) -> Lines:
         units.count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _cells(facts: dict[str, Any]) -> Lines:
+    """Into how many cells a strategy has cut the rows, and how evenly."""
+    cells = facts["info"].get("cells")
+    if not cells:
+        return []
+    uneven = f"the slowest worker of each step has {units.number(cells['imbalance'])} times its share of the rows"
+    blocks = cells["blocks"]
+    return [("cells", f"{blocks * blocks:,} of {units.count(blocks, 'block')} of each field; {uneven}")]
 
 
 def _stages(facts: dict[str, Any]) -> Lines:

@@ -124,6 +124,26 @@ class StepExecutor(ABC):
         """Whether a parameter or buffer of the model is this worker's to give, of the workers that hold this replica."""
         return True
 
+    def own_parameters(self) -> int:
+        """How many trained numbers this worker holds, without copies that do not count."""
+        return sum(
+            size
+            for shard in self.shards
+            for name, size in zip(shard.layout.names, shard.layout.sizes, strict=True)
+            if shard.slices[name].counted
+        )
+
+    def saved(self) -> list[str]:
+        """The names in the state_dict of the model that holds the answer."""
+        return [name for name, value in self.model.state_dict().items() if isinstance(value, Tensor)]
+
+    def whole(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What all workers of this replica hold, by name, as the model that holds the answer has it."""
+        return dict(parameters)
+
+    def close(self) -> None:  # noqa: B027
+        """The run is over: end what it started. Idempotent."""
+
     def copied(self) -> list[str]:
         """The parameters of which several of the workers that hold this replica have a copy; these step alike."""
         return []

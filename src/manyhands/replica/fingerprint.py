@@ -31,6 +31,7 @@ from manyhands import rng
 from manyhands.data.batch import columns
 from manyhands.data.ragged import Ragged
 from manyhands.data.source import Pick, Planned, Reading, Source
+from manyhands.data.strata import Strata
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.worker import Worker
@@ -268,6 +269,7 @@ def of_rows(source: Source, what: str, seed: int) -> Facts:
     They are read twice under one seed: where they differ from themselves they are no evidence. A stream is left alone:
     each worker reads its own part. The process's generators stand afterwards as they did.
     """
+    source = source.inner if isinstance(source, Strata) else source
     if not isinstance(source, Planned):
         return {}
     facts: Facts = {f"the number of rows of {what}": source.rows}

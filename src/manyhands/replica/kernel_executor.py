@@ -66,12 +66,17 @@ class KernelExecutor(StepExecutor):
         loss = self.kernel.step(self.model.tables(), self._batch, rate) / self._weight
         self._batch = None
         if not math.isfinite(loss):
-            raise NotFinite(
-                f"the loss of kernel {self.kernel.name} is {loss} at rate {rate:g}: its tables are no longer of use. Lower the rate"
-            )
+            raise not_finite(self.kernel, loss, rate)
         return loss
 
     @override
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
         with torch.no_grad():
             return function(self.model, batch)
+
+
+def not_finite(kernel: Kernel, loss: float, rate: float) -> NotFinite:
+    """Of a step whose loss is not: its rows have moved already."""
+    return NotFinite(
+        f"the loss of kernel {kernel.name} is {loss} at rate {rate:g}: its tables are no longer of use. Lower the rate"
+    )

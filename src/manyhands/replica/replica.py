@@ -179,13 +179,8 @@ class Replica:
 
     def parameter_count(self) -> int:
         """How many numbers are trained, over all workers that hold this replica, each once. A collective of these."""
-        own = sum(
-            size
-            for shard in self.shards
-            for name, size in zip(shard.layout.names, shard.layout.sizes, strict=True)
-            if shard.slices[name].counted
-        )
-        return round(float(self.executor.reduce(torch.tensor([float(own)], dtype=torch.float64))))
+        own = float(self.executor.own_parameters())
+        return round(float(self.executor.reduce(torch.tensor([own], dtype=torch.float64))))
 
     def dot(self, one: FlatVector, other: FlatVector) -> float:
         """The dot product over all shards, and over all workers that hold this replica."""

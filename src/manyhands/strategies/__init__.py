@@ -26,6 +26,7 @@ CATALOGUE = {
     "quorum": "manyhands.strategies.quorum:Quorum",
     "update-sharing": "manyhands.strategies.update_sharing:UpdateSharing",
     "hogwild": "manyhands.strategies.hogwild:Hogwild",
+    "rotate": "manyhands.strategies.rotate:Rotate",
 }
 
 _TRAVELS = "how numbers travel (shared memory, a ring, nccl) is the engine's choice; what is averaged so is `allreduce`"

@@ -38,6 +38,7 @@ class Needs:
     mean_gradient: bool = (
         False  # every step applies the group's mean gradient: `prepare` then averages right after backward
     )
+    kernel: bool = False  # it cuts the tables of a kernel, and trains nothing else
     gradients: bool = False  # gradients are exchanged: a step that moves parameters without any is refused
     before_gradient: bool = False  # it acts before each gradient is computed: `before_backward`
     mailbox: bool = False  # workers post to one another at their own pace, in an order that a run records
@@ -185,6 +186,10 @@ class Strategy(ABC):
         if (server := self.server()) is not None and server.one_shard:
             return "its server counts pushes of whole models: use one that does not (downpour, dynsgd, agn, easgd)"
         return "" if self.needs.elementwise else "what it does with a number depends on others"
+
+    def blocks_of(self, workers: int) -> int:
+        """Into how many blocks it cuts each table of a kernel, of which each worker holds its part; 0: each holds them whole."""
+        return 0
 
     def exchanges_gradients(self) -> str:
         """What it does with gradients, so that a step without any is refused; "" where parameters or updates are exchanged."""

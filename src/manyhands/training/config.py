@@ -23,6 +23,7 @@ from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_w
 from manyhands.own_loop.argument_checks import check_launch
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.trace import check_not_compiled
+from manyhands.replica.block_executor import two_fields
 from manyhands.replica.layout import layouts_of
 from manyhands.server.base import ServerSpec
 from manyhands.strategies import CATALOGUE, strategy_of
@@ -104,9 +105,19 @@ class TrainConfig:
         """That the strategy trains a kernel, where the task has one."""
         kernel, strategy = self.task.kernel, self.strategy
         if kernel is None:
+            if strategy.needs.kernel:
+                raise Unsupported(
+                    f"strategy {strategy.name} cuts the tables of a kernel, and this task has a model: give a task with kernel=, such as factors, or use allreduce"
+                )
             return
+        if strategy.needs.kernel:
+            two_fields(kernel)
+            if self.task.evaluate is not None:
+                raise Unsupported(
+                    f"strategy {strategy.name}: no worker holds a whole model for evaluate(model, batch): leave it out, and the kernel measures"
+                )
         if why := strategy.exchanges_gradients():
-            able = [name for name in CATALOGUE if not strategy_of(name).exchanges_gradients()]
+            able = [name for name in CATALOGUE if not strategy_of(name).exchanges_gradients() and name != "solo"]
             raise Unsupported(
                 f"strategy {strategy.name} {why}, and kernel {kernel.name} moves its tables without any: use one that exchanges parameters or updates "
                 f"({', '.join(able)})"

@@ -23,6 +23,7 @@ from manyhands.comm.group import Ledger
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.leases import Segment
 from manyhands.data.slice_ledger import Place, SliceLedger
+from manyhands.data.strata import Strata
 from manyhands.engines import cores
 from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
 from manyhands.parallel.mesh import mesh_alone, mesh_of
@@ -40,6 +41,7 @@ from manyhands.training.plan import (
     TrainingPosition,
     WorkerPlan,
     check_executor,
+    cut_keys,
     first_rows,
     make_executor,
     make_feed,
@@ -106,8 +108,9 @@ class Loop:
         self.plan, self.worker, self.task = plan, worker, plan.task
         many = not plan.strategy.needs.one_model
         rng.seed_all(plan.task.seed, worker.mesh.rows[0] if many else 0)
+        self.blocks = cut_keys(plan, worker)
         self.replica = Replica(
-            make_executor(plan.task, worker, plan.model_parallel, self._first_rows),
+            make_executor(plan.task, worker, plan.model_parallel, self._first_rows, self.blocks),
             group=worker.mesh.data,
             clip_norm=plan.task.clip_norm,
             nonfinite=plan.nonfinite,
@@ -185,7 +188,7 @@ class Loop:
         return None if data is None else self._feed(data)
 
     def _feed(self, data: Any, train: bool = False) -> Feed:
-        return make_feed(self.plan, self.worker, data, self.worker.mesh.rows, train=train)
+        return make_feed(self.plan, self.worker, data, self.worker.mesh.rows, train=train, blocks=self.blocks)
 
     def _first_rows(self) -> Any:
         return first_rows(self.plan, self.worker, self.worker.mesh.rows)
@@ -782,7 +785,7 @@ class Loop:
                 **{name: getattr(task, name) for name in ("shuffle", "clip_norm", "precision")},
                 **{name: getattr(task, name) for name in ("kernel", "rate", "last_rate", "rate_decay")},
             ),
-            **fingerprint.of_model(model),
+            **({} if self.worker.mesh.own_rows else fingerprint.of_model(model)),  # else each holds other parts
             **fingerprint.of_rows(feed.source, "train_data", task.seed),
         }
 
@@ -838,8 +841,16 @@ class Loop:
             "loader_processes": loading.processes,
             "loader_option": loading.option,
             "clip_norm": self.task.clip_norm,
+            **self._cells(),
             **self.replica.executor.facts(),
         }
+
+    def _cells(self) -> dict[str, Any]:
+        """How the rows are cut, where the strategy cuts them."""
+        source = self.train_feed.source
+        if not isinstance(source, Strata):
+            return {}
+        return {"cells": {"blocks": source.blocks, "imbalance": source.imbalance}}
 
     def _never_due(self) -> list[str]:
         """That the strategy's period is longer than the whole training, where it is."""
@@ -910,7 +921,7 @@ class Loop:
         return Outcome(
             states=answer.states,
             file=answer.file,
-            saved=[name for name, value in replica.model.state_dict().items() if isinstance(value, torch.Tensor)],
+            saved=replica.executor.saved(),
             metrics=answer.metrics,
             workers=worker.group.all_gather_json(own),
             steps=replica.step,

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from manyhands.checkpoint.launch_lock import Claim
 from manyhands.checkpoint.paths import AnyPath
 from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
+from manyhands.data.strata import KeyBlocks, Strata, count_keys
 from manyhands.errors import BadInput
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.staged import staged
+from manyhands.replica.block_executor import BlockExecutor, two_fields
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
 from manyhands.replica.kernel_executor import KernelExecutor
 from manyhands.replica.shard import ParameterShard
@@ -107,11 +110,42 @@ class TrainingPosition:
     rounds: int = 0
 
 
-def make_feed(plan: WorkerPlan, worker: Worker, data: Any, shard: tuple[int, int], *, train: bool) -> Feed:
-    """Of a worker's slices of data. shard: its number among those who share the rows, and how many these are."""
+def cut_keys(plan: WorkerPlan, worker: Worker) -> KeyBlocks | None:
+    """How the strategy cuts the keys of the training data; None: it cuts nothing.
+
+    Raises Unsupported for a kernel whose tables are not named by two fields, BadInput for more blocks than keys.
+    """
+    task, blocks = plan.task, plan.strategy.blocks_of(worker.size)
+    if not blocks or task.kernel is None:
+        return None
+    rows = two_fields(task.kernel)
+    if blocks > min(rows.values()):
+        listed = ", ".join(f"{field} {count:,}" for field, count in rows.items())
+        raise BadInput(
+            f"strategy {plan.strategy.name}: {blocks} blocks are more than there are keys ({listed}): give fewer blocks, or use fewer workers"
+        )
+    source = open_source(task.train_data, collate=task.collate, loader_processes=task.loader_processes)
+    return KeyBlocks.of(count_keys(source, rows, partial(task.kernel.prepare, random=0)), blocks, task.seed)
+
+
+def make_feed(
+    plan: WorkerPlan,
+    worker: Worker,
+    data: Any,
+    shard: tuple[int, int],
+    *,
+    train: bool,
+    blocks: KeyBlocks | None = None,
+) -> Feed:
+    """Of a worker's slices of data. shard: its number among those who share the rows, and how many these are. blocks: the
+    rows come in cells of these."""
     (rank, size), task = shard, plan.task
     source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
     own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
+    if blocks is not None:
+        assert task.kernel is not None
+        source = Strata(source, blocks, partial(task.kernel.prepare, random=0), rank, size)
+        own = source.batch_size
     return Feed(
         source,
         rank=rank,
@@ -146,14 +180,20 @@ def make_executor(
     worker: Worker,
     model_parallel: ModelParallel | None = None,
     first_rows: Callable[[], Any] = lambda: None,
+    blocks: KeyBlocks | None = None,
 ) -> StepExecutor:
     """What makes this worker's steps: the task's own, its kernel, a stage of its model, or autograd with its optimizer.
 
-    first_rows: gives a batch of this worker's rows, on which a model is traced that is to be cut.
+    first_rows: gives a batch of this worker's rows, on which a model is traced that is to be cut. blocks: into which the
+    tables of a kernel are cut.
     """
     if task.executor is not None:
         executor: StepExecutor = task.executor(task, worker)
         return executor
+    if task.kernel is not None and blocks is not None:
+        assert task.rate is not None
+        beside = not worker.shares_process
+        return BlockExecutor(task.kernel, int(task.seed), task.rate, blocks, worker.mesh.model, beside=beside)
     if task.kernel is not None:
         return KernelExecutor(task.model, task.optimizer)
     if model_parallel is not None:

@@ -149,7 +149,7 @@ class Saver:
 
     def _keeps_best(self) -> bool:
         """Whether this rank's checkpoint holds the best model: the first replica's holds everybody's, a member its own."""
-        return self.worker.mesh.rows[0] == 0 or not self.plan.strategy.needs.one_model
+        return self.worker.mesh.data.rank == 0 or not self.plan.strategy.needs.one_model
 
     def resume(self, saved: Checkpoint, state: State) -> tuple[State, TrainingPosition]:
         """Restore replica, server and best model from a checkpoint; the strategy's state and the position."""
@@ -162,7 +162,10 @@ class Saver:
         snapshot: run_state.Snapshot = saved
         place = rank, size
         if (then := by_replica.members_of(saved.values(0))) != mesh.model.size or (then > 1 and saved.ranks != size):
-            snapshot, place = by_replica.ByReplica(saved, set(self.replica.layout.names)), mesh.rows
+            snapshot, place = (
+                by_replica.ByReplica(saved, set(self.replica.layout.names)),
+                (mesh.data.rank, mesh.data.size),
+            )
         state, values = run_state.restore(snapshot, self.replica, state, *place, self.total_ticks, self.warnings.append)
         was, now = values["options"], self._options()
         if was != now:

@@ -154,13 +154,17 @@ class Validator:
         if not one:
             with evaluation.holding(self.replica, parameters, buffers):
                 members = evaluation.members_of(self.replica, mesh.data)
-        if not (everywhere or mesh.rows[0] == 0):
+        if not (everywhere or mesh.data.rank == 0):
             return [], ""
         if one and self.plan.model_parallel is not None and mesh.model.size > 1:
             readers = self.worker.group if everywhere else mesh.model
             if model_file.seen_by_all(self.plan.claim, readers):
                 return self._written(parameters, buffers) if over else ([], "")
-        return [self._joined(self._state(*member)) for member in members], ""
+        states = [self._joined(self._state(*member)) for member in members]
+        if mesh.model.rank and not everywhere:
+            return states, ""  # without what the others hold
+        whole = self.replica.executor.whole
+        return [(whole(trained), buffers, rest) for trained, buffers, rest in states], ""
 
     def _state(self, parameters: FlatVector, buffers: dict[str, Tensor]) -> State:
         """What this worker holds of a model with these values, copied to the CPU."""
@@ -176,7 +180,7 @@ class Validator:
         assert claim is not None
         with evaluation.holding(self.replica, parameters, buffers) as model:
             saved = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-            if mesh.rows[0] == 0:
+            if mesh.data.rank == 0:
                 own = {name: (tensor, self._slices.get(name)) for name, tensor in saved.items() if counts(name)}
                 model_file.write_ranges(claim, mesh.model, own)
         if self.plan.every_rank_returns:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import PeerLost, Unsupported
-from manyhands.parallel.mesh import mesh_alone, mesh_of
+from manyhands.parallel.mesh import mesh_alone, mesh_of, mesh_of_blocks
 from manyhands.training.epochs import AsyncEpochs, LockstepEpochs
 from manyhands.training.joining import join
 from manyhands.training.loop import Loop, Regroup
@@ -39,6 +39,8 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
     if plan.model_parallel is not None:
         make_mesh = mesh_alone if worker.elastic else mesh_of
         worker.mesh = make_mesh(worker, plan.model_parallel.workers)
+    elif plan.strategy.blocks_of(worker.size):
+        worker.mesh = mesh_of_blocks(worker)
     with _memory_named():
         loop = make_loop(plan, worker)
         try:
@@ -48,6 +50,7 @@ def work(plan: WorkerPlan, worker: Worker) -> Outcome | None:
             return outcome if worker.rank == 0 or plan.every_rank_returns else None
         finally:
             loop.train_feed.close()
+            loop.replica.executor.close()
             ends = worker.mesh.model.size > 1 and not (worker.shares_process or plan.every_rank_returns)
             if not ends:  # else this process, which held a part of the model, has not the memory for a copy of it
                 loop.replica.detach()

@@ -1,0 +1,126 @@
+"""Rotate: what one worker computes cell by cell, whatever the number of workers, engine, checkpoint or stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from products import Products, rows_of_products
+
+import manyhands as mh
+from manyhands.data.open_source import open_source
+from manyhands.data.strata import KeyBlocks, count_keys
+from manyhands.sparse.initial import initial_rows
+
+EPOCHS, BLOCKS, RATE, SEED = 3, 4, 0.02, 5
+Tables = dict[str, np.ndarray[Any, Any]]
+
+
+def trained(workers: int = 1, **options: Any) -> mh.Run:
+    return mh.train(
+        **{
+            "kernel": Products(),
+            "rate": RATE,
+            "train_data": rows_of_products(),
+            "validation_data": rows_of_products(90, seed=3),
+            "epochs": EPOCHS,
+            "seed": SEED,
+            "strategy": f"rotate:blocks={BLOCKS}",
+            "engine": "local" if workers < 3 else "sim",
+            **options,
+        },
+        workers=workers,
+    )
+
+
+def cell_by_cell() -> Tables:
+    """The same by hand: whole tables, keys as they are."""
+    kernel, data = Products(), rows_of_products()
+    tables = {name: initial_rows(rows, name, SEED, range(rows.rows)) for name, rows in kernel.tables().items()}
+    counts = count_keys(open_source(data), {"user": 40, "item": 30}, lambda batch: kernel.prepare(batch, 0))
+    blocks = KeyBlocks.of(counts, BLOCKS, SEED)
+    (user_block, _), (item_block, _) = blocks.places("user"), blocks.places("item")
+    for epoch in range(EPOCHS):
+        for stratum in range(BLOCKS):
+            for i in range(BLOCKS):
+                j = (i + stratum) % BLOCKS
+                own = np.flatnonzero((user_block[data["user"]] == i) & (item_block[data["item"]] == j))
+                own = own[np.random.default_rng([SEED, epoch, i, j]).permutation(len(own))]
+                kernel.step(tables, {name: column[own] for name, column in data.items()}, RATE)
+    return tables
+
+
+def same(one: mh.Run, tables: Tables) -> bool:
+    return all(np.array_equal(table, tables[name]) for name, table in one.model.tables().items())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_any_number_of_workers_computes_what_one_does_by_hand(workers: int) -> None:
+    run, expected = trained(workers), cell_by_cell()
+    assert same(run, expected)
+    assert expected["user_moves"].sum() == EPOCHS * 400 == run.rows["total"]
+    off = Products().measure(expected, rows_of_products(90, seed=3))["loss"][0]
+    assert run.metrics["validation_loss"] == pytest.approx(off, rel=1e-12)
+    assert run.info["parameters"] == 40 * 4 + 30 * 4  # without the row by which some blocks are longer
+
+
+def test_eight_blocks_have_the_same_bits_for_1_2_4_and_8_workers() -> None:
+    runs = [trained(workers, strategy="rotate:blocks=8", engine="sim") for workers in (1, 2, 4, 8)]
+    first = runs[0].model.tables()
+    assert all(same(run, first) for run in runs)
+    assert not same(trained(1, strategy="rotate:blocks=4"), first)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2), (2, 1)])
+def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_bits(tmp_path: Path, before: int, after: int) -> None:
+    options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "validate_every": 3}
+    trained(before, **options, max_steps=BLOCKS + 2)
+    run = trained(after, **options, max_steps=None, resume=True)
+    assert same(run, cell_by_cell())
+    assert same(trained(after, **options, max_steps=None, resume=True), cell_by_cell())  # the finished run's files
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_model_of_another_epoch_is_kept_whole(workers: int) -> None:
+    kept = trained(workers, keep="best:max:validation_loss", test_data=rows_of_products(90, seed=3))
+    first = trained(workers, epochs=1)
+    assert same(kept, first.model.tables())
+    assert kept.metrics["validation_loss"] == kept.metrics["test_loss"] == first.metrics["validation_loss"]
+
+
+def test_each_worker_holds_its_share_and_sends_column_blocks_alone() -> None:
+    run = trained(2)
+    items, users = (-(-keys // BLOCKS) * 4 * 8 for keys in (30, 40))  # of a block: three factors and a count each
+    passes = EPOCHS * BLOCKS + EPOCHS * BLOCKS  # training and validation
+    answer = BLOCKS // 2 * (items + users)  # worker 1's, at the end
+    assert run.ledger["send"]["bytes"] == 2 * passes * items + answer
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "rotate:blocks=8", "workers": 3}, "blocks=8"),
+        ({"strategy": "rotate:blocks=0"}, "blocks"),
+        ({"strategy": "rotate", "survive": "max_losses=1", "workers": 2}, "rotate"),
+        ({"strategy": "rotate", "model_parallel": "stages=2", "workers": 2}, "model_parallel"),
+        ({"strategy": "rotate", "evaluate": lambda model, batch: {"loss": 0.0}}, "evaluate"),
+        ({"strategy": "rotate", "order": lambda epoch: [0]}, "order"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_process_starts(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((mh.BadInput, mh.Unsupported), match=text):
+        trained(**{"workers": 1, **options})
+
+
+def test_a_stream_and_more_blocks_than_keys_are_refused() -> None:
+    with pytest.raises((mh.BadInput, mh.Unsupported), match="stream"):
+        trained(train_data=lambda: iter([{"user": 1, "item": 1, "number": 1.0}]), validation_data=None)
+    with pytest.raises(mh.BadInput, match="31 blocks"):
+        trained(strategy="rotate:blocks=31")
+
+
+def test_a_model_is_refused() -> None:
+    with pytest.raises(mh.Unsupported, match="kernel"):
+        mh.train("digits", strategy="rotate", workers=1)
