@@ -15,26 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput, UnknownName, is_number, is_whole
+from manyhands.metrics import Measure as Measure
+from manyhands.metrics import Metrics as Metrics
+from manyhands.metrics import Summed as Summed
 from manyhands.sparse.kernel import Kernel, LossOfKernel, ModelOfKernel, RateOfKernel, measured
 from manyhands.worker_callback import WorkerCallbackFactory
 
 CONVEX = "convex"
 PRECISIONS = ("float32", "bf16-mixed")
-Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
 Loss = Callable[[nn.Module, Any], Measure]
-
-
-@dataclass(frozen=True)
-class Summed:
-    """Metrics that are no means over rows (AUC, perplexity): what to sum over batches and workers, and the result."""
-
-    sums: Tensor
-    """[k] of this batch."""
-    result: Callable[[Tensor], Mapping[str, float]]
-    """(the sum of all batches, float64 [k] on the CPU) -> {name: metric}; the names take the place of this one's."""
-
-
-Metrics = Mapping[str, Measure | Summed | tuple[float, float]]
 Evaluate = Callable[[nn.Module, Any], Metrics]
 
 

@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from manyhands import units
 from manyhands.errors import BadInput
+from manyhands.metrics import Summed
 from manyhands.sparse.initial import initial_rows
 from manyhands.sparse.rows import Rows
 
 Arrays = Mapping[str, NDArray[Any]]
+Measures = Mapping[str, tuple[float, float] | Summed]
 
 
 class Kernel(ABC):
@@ -54,8 +56,11 @@ class Kernel(ABC):
         """
 
     @abstractmethod
-    def measure(self, rows: Arrays, batch: Arrays) -> Mapping[str, tuple[float, float]]:
-        """{metric: (mean, its weight)} of what `prepare` made; "loss" is one of them. Changes nothing."""
+    def measure(self, rows: Arrays, batch: Arrays) -> Measures:
+        """{metric: (mean, its weight)} of what `prepare` made; "loss" is one of them. Changes nothing.
+
+        A metric that is no mean over rows is a `Summed`.
+        """
 
     def weight(self, batch: Arrays, rows: int) -> float:
         """What the mean loss of a prepared batch of so many rows is a mean of. Default: rows."""
@@ -99,7 +104,9 @@ class LossOfKernel:
     kernel: Kernel
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-        mean, weight = measured(model, batch)["loss"]
+        loss = measured(model, batch)["loss"]
+        assert isinstance(loss, tuple), "the loss of a kernel is a mean"
+        mean, weight = loss
         return torch.tensor(mean, dtype=torch.float64), weight
 
 
@@ -124,7 +131,7 @@ class Rate(torch.optim.Optimizer):
         raise NotImplementedError("a kernel makes its steps itself")
 
 
-def measured(model: nn.Module, batch: Any) -> Mapping[str, tuple[float, float]]:
+def measured(model: nn.Module, batch: Any) -> Measures:
     """What the kernel of a model measures on a batch of the task's data. BadInput for another model."""
     kernel = getattr(model, "kernel", None)
     if not (isinstance(model, KernelModel) and isinstance(kernel, Kernel)):
