@@ -7,9 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from manyhands.kernels.factors import Factors as Factors
     from manyhands.kernels.linear import Linear as Linear
 
-_WHERE = {"Linear": "linear"}
+_WHERE = {"Factors": "factors", "Linear": "linear"}
 
 
 def __getattr__(name: str) -> Any:

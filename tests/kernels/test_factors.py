@@ -1,0 +1,143 @@
+"""Matrix factorisation: the rule by hand, the reference, planted factors, and the order by cells."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.errors import BadInput
+from manyhands.kernels.factors import Factors, by_cells, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+BATCH = {
+    "users": torch.tensor([3, 0, 3, 5, 0, 6, 3], dtype=torch.int32),
+    "items": torch.tensor([1, 1, 4, 0, 1, 4, 1]),
+    "ratings": torch.tensor([4.0, 2.5, 5.0, 1.0, 3.0, 4.5, 2.0]),
+}
+KERNELS = {
+    "biases": Factors(users=8, items=6, rank=5, mean=3.2, scale=1.3, ridge=0.07, dtype="float64"),
+    "factors alone": Factors(users=8, items=6, rank=4, mean=3.2, scale=0.8, ridge=0.02, biases=False, dtype="float64"),
+    "one factor": Factors(users=7, items=5, rank=1, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+def test_it_is_a_kernel(check: str, kernel: str) -> None:
+    KERNEL_SUITE[check](KernelCase(kernel=KERNELS[kernel], batch=BATCH, reference=reference_step))
+
+
+def test_one_rating_by_hand() -> None:
+    """mean 3, scale 2, ridge .1, rate .5; p = 2, q = .5, b = .2, c = -.1. A rating of 6 is 1.5 in units of the scale;
+    1.1 is predicted, so the error is .4."""
+    kernel = Factors(users=1, items=1, rank=1, mean=3, scale=2, ridge=0.1, dtype="float64")
+    rows = {
+        "users": np.array([[2.0]]),
+        "items": np.array([[0.5]]),
+        "user_bias": np.array([[0.2]]),
+        "item_bias": np.array([[-0.1]]),
+        "user_sums": np.array([[4.0, 1.0]]),
+        "item_sums": np.array([[1.0, 25.0]]),
+    }
+    batch = kernel.prepare({"users": [0], "items": [0], "ratings": [6.0]}, 0)
+    assert kernel.measure(rows, batch)["loss"] == pytest.approx((0.64, 1))
+    assert kernel.step(rows, batch, 0.5) == pytest.approx(0.64)  # (2 · .4)²
+    # slopes: .4 · .5 - .1 · 2 = 0; .4 · 2 - .1 · .5 = .75; .4 - .02 = .38; .4 + .01 = .41
+    assert rows["users"][0, 0] == pytest.approx(2.0)
+    assert rows["items"][0, 0] == pytest.approx(0.5 + 0.5 * 0.75)
+    assert rows["user_bias"][0, 0] == pytest.approx(0.2 + 0.5 * 0.38)
+    assert rows["item_bias"][0, 0] == pytest.approx(-0.1 + 0.5 / 5 * 0.41)
+    assert rows["user_sums"][0] == pytest.approx([4.0, 1 + 0.38**2])
+    assert rows["item_sums"][0] == pytest.approx([1 + 0.75**2, 25 + 0.41**2])
+
+
+def test_the_sum_of_a_row_takes_the_mean_over_its_factors() -> None:
+    kernel = Factors(users=1, items=1, rank=2, ridge=0, biases=False, dtype="float64")
+    rows = {"users": np.array([[1.0, 2.0]]), "items": np.array([[3.0, 4.0]])}
+    rows |= {"user_sums": np.ones((1, 2)), "item_sums": np.ones((1, 2))}
+    kernel.step(rows, kernel.prepare({"users": [0], "items": [0], "ratings": [13.0]}, 0), 0.1)
+    assert rows["user_sums"][0] == pytest.approx([1 + (36 + 64) / 2, 1])  # the error is 2
+    assert rows["item_sums"][0] == pytest.approx([1 + (4 + 16) / 2, 1])
+
+
+def test_the_root_is_of_the_mean_over_all_batches() -> None:
+    kernel = Factors(users=1, items=1, rank=1, dtype="float64")
+    rows = kernel.module(0).tables()
+    for table in rows.values():
+        table[:] = 0
+    one, other = (
+        kernel.measure(rows, kernel.prepare({"users": [0] * len(r), "items": [0] * len(r), "ratings": r}, 0))["rmse"]
+        for r in ([3.0], [1.0, 1.0, 1.0])
+    )
+    assert one.result(one.sums + other.sums) == {"rmse": pytest.approx(math.sqrt(3))}
+
+
+def planted(random: np.random.Generator, users: int = 200, items: int = 150, rank: int = 3) -> dict[str, Any]:
+    p, q = random.normal(size=(users, rank)), random.normal(size=(items, rank))
+    b, c = random.normal(size=users), random.normal(size=items)
+    u, i = random.integers(users, size=20_000), random.integers(items, size=20_000)
+    return {"users": u, "items": i, "ratings": 3 + b[u] + c[i] + (p[u] * q[i]).sum(1)}
+
+
+def test_planted_factors_are_found() -> None:
+    data = planted(np.random.default_rng(0))
+    train, test = (
+        {name: column[part] for name, column in data.items()} for part in (slice(18_000), slice(18_000, None))
+    )
+    kernel = Factors(users=200, items=150, rank=6, ridge=0.005, mean=float(train["ratings"].mean()))
+    run = mh.train(
+        kernel=kernel,
+        rate=0.2,
+        train_data=train,
+        test_data=test,
+        batch_size=3_000,
+        epochs=40,
+        strategy="solo",
+    )
+    assert run.metrics["test_rmse"] < 0.1 < 2 < data["ratings"].std()
+    assert run.metrics["test_rmse"] == pytest.approx(math.sqrt(run.metrics["test_loss"]), rel=1e-6)
+
+
+def test_the_order_by_cells() -> None:
+    random = np.random.default_rng(0)
+    users, items = random.integers(100, size=30_000).astype(np.int32), random.integers(60, size=30_000)
+    order = by_cells(users, items, 5, block=32)
+    assert np.array_equal(np.sort(order), np.arange(30_000))
+    cells = (users // 32 * 2 + items // 32)[order]
+    changes = np.flatnonzero(np.diff(cells)) + 1
+    assert len(changes) + 1 == len(np.unique(cells)) == 8, "each cell's ratings stand together"
+    assert not np.array_equal(np.unique(cells), cells[[0, *changes]]), "cells come in a random order"
+    for cell in np.split(order, changes):
+        assert abs(np.corrcoef(cell, np.arange(len(cell)))[0, 1]) < 0.15, "and so do the ratings of one"
+    assert np.array_equal(order, by_cells(users, items, 5, block=32))
+    assert not np.array_equal(order, by_cells(users, items, 6, block=32))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"users": [8]}, "field 'users' must be from 0 to 7"),
+        ({"items": [-1]}, "field 'items' must be from 0 to 5.* got -1"),
+        ({"users": [1.5]}, "must hold whole numbers"),
+        ({"ratings": None}, "no field ratings; it has users, items"),
+    ],
+)
+def test_bad_batches(change: dict[str, Any], words: str) -> None:
+    batch = {"users": [0], "items": [0], "ratings": [1.0]} | change
+    given = {name: np.asarray(column) for name, column in batch.items() if column is not None}
+    with pytest.raises(BadInput, match=words):
+        KERNELS["biases"].prepare(given, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"users": 0}, {"items": 2.5}, {"rank": 0}, {"scale": 0}, {"ridge": -1}, {"mean": math.nan}, {"mean": "3"}],
+)
+def test_bad_options(change: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(change))):
+        Factors(**{"users": 3, "items": 3} | change)
