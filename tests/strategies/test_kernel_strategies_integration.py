@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, strategy: str,
 
 @pytest.mark.parametrize(("strategy", "servers"), [("downpour", 1), ("dynsgd:window=3", 2)])
 def test_an_asynchronous_run_is_replayed_with_the_same_bits(tmp_path: Path, strategy: str, servers: int) -> None:
-    run = trained(strategy, servers=servers, run_dir=tmp_path / "run")
+    trained(strategy, servers=servers, run_dir=tmp_path / "run")
     task = mh.Task(
         kernel=Products(), rate=0.03, last_rate=0.01, train_data=rows_of_products(ROWS), batch_size=24, epochs=EPOCHS
     )

@@ -7,10 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from manyhands.kernels.cuts import Cuts as Cuts
     from manyhands.kernels.factors import Factors as Factors
     from manyhands.kernels.linear import Linear as Linear
 
-_WHERE = {"Factors": "factors", "Linear": "linear"}
+_WHERE = {"Cuts": "cuts", "Factors": "factors", "Linear": "linear"}
 
 
 def __getattr__(name: str) -> Any:

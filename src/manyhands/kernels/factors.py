@@ -121,7 +121,8 @@ def by_cells(users: Array, items: Array, seed: int, block: int = 4096) -> NDArra
     random = np.random.default_rng(seed)
     wide = int(items.max(initial=0)) // block + 1
     numbers = random.permutation(wide * (int(users.max(initial=0)) // block + 1))
-    return _by_cells(users, items, block, wide, numbers, random.integers(0, 1 << 63, len(users)))
+    order: NDArray[np.int64] = _by_cells(users, items, block, wide, numbers, random.integers(0, 1 << 63, len(users)))
+    return order
 
 
 @compiled

@@ -16,9 +16,9 @@ from manyhands.comm.background import Background, Started
 from manyhands.comm.group import Group
 from manyhands.data.strata import Cell, Cells, KeyBlocks
 from manyhands.errors import ManyhandsError, Unsupported
+from manyhands.replica.evaluation import Measured
 from manyhands.replica.executor import Allocate, StepExecutor, StepLoss, shards_of
 from manyhands.replica.kernel_executor import not_finite
-from manyhands.sparse.initial import initial_rows
 from manyhands.sparse.kernel import Kernel, RateOfKernel
 from manyhands.sparse.rows import Rows
 from manyhands.task import Evaluate, Metrics
@@ -59,13 +59,20 @@ class BlockExecutor(StepExecutor):
         for field, tables in ((self._blocks.row_field, self._of_rows), (self._blocks.column_field, self._of_columns)):
             for name, rows in tables.items():
                 for block in self._own:
-                    began = _initial_block(rows, name, self._seed, self._blocks.keys[field][block])
+                    began = self._initial(name, rows, self._blocks.keys[field][block])
                     self.model.register_parameter(f"{name}[{block}]", nn.Parameter(began))
         self.shards = shards_of(self.model, allocate, gradients=False)
         self.optimizer = RateOfKernel(self._rate)(self.model)
         self._held = dict(self.model.named_parameters())
         self._spare = {name: torch.empty_like(self._slot(name, self._own[0])) for name in self._of_columns}
         self._all = (1 << len(self._held)) - 1
+
+    def _initial(self, table: str, rows: Rows, keys: NDArray[np.int64]) -> Tensor:
+        """[keys of a block, dim]: how they begin, zeros where a block has one less."""
+        there = np.flatnonzero(keys >= 0)
+        found = np.zeros((len(keys), rows.dim), rows.dtype)
+        found[there] = self.kernel.initial(table, keys[there], self._seed)
+        return torch.from_numpy(found)
 
     def _slot(self, table: str, column_block: int) -> Tensor:
         """The memory in which a column block lies while it is here. As one leaves, the one that comes takes its place."""
@@ -143,19 +150,18 @@ class BlockExecutor(StepExecutor):
 
     @override
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
-        """What the kernel measures on the cells of a stratum, over all members. After the last one of a pass, column blocks
-        are at home again."""
+        """What the kernel measures on this member's cells of a stratum; {} where they are empty. After the last stratum of a
+        pass, column blocks are at home again."""
         if not isinstance(batch, Cells):
             raise Unsupported(f"tables in blocks measure cells, not {type(batch).__name__}")
         self._rotate_to(batch.stratum)
-        found = [dict(self.kernel.measure(self._rows(cell), cell.arrays)) for cell in batch.cells if _length(cell)]
+        measured = Measured()
+        for cell in batch.cells:
+            if rows := _length(cell):
+                measured.add(self.kernel.measure(self._rows(cell), cell.arrays), rows)
         self.rotate()
-        everyone = [one for theirs in self.members.all_gather_json(found) for one in theirs]
-        metrics: dict[str, tuple[float, float]] = {}
-        for name in dict.fromkeys(name for one in everyone for name in one):
-            weight = sum(one[name][1] for one in everyone)
-            metrics[name] = (sum(one[name][0] * one[name][1] for one in everyone) / weight, weight)
-        return metrics
+        means = {name: (total / weight, weight) for name, (total, weight) in measured.means.items()}
+        return means | measured.summed
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
@@ -220,14 +226,6 @@ def two_fields(kernel: Kernel) -> dict[str, int]:
             f"({', '.join(keys)}): use hogwild, local-sgd or downpour"
         )
     return {field: keys[field] for field in sorted(keys, key=lambda field: -numbers[field])}
-
-
-def _initial_block(rows: Rows, name: str, seed: int, keys: NDArray[np.int64]) -> Tensor:
-    """[keys of a block, dim]: how they begin, zeros where a block has one less."""
-    there = np.flatnonzero(keys >= 0)
-    found = np.zeros((len(keys), rows.dim), rows.dtype)
-    found[there] = initial_rows(rows, name, seed, keys[there])
-    return torch.from_numpy(found)
 
 
 def _length(cell: Cell) -> int:

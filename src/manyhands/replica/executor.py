@@ -95,7 +95,7 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
-        """What `function(model, batch)` measures, without gradients, the same on all members."""
+        """What `function(model, batch)` measures, without gradients; the same on all members where they read the same rows."""
 
     def join(self, worker: Worker) -> None:  # noqa: B027
         """Where members may change: the worker is in the next generation, and `worker.mesh` is made. A collective of the

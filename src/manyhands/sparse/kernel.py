@@ -66,6 +66,10 @@ class Kernel(ABC):
         """What the mean loss of a prepared batch of so many rows is a mean of. Default: rows."""
         return float(rows)
 
+    def initial(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
+        """[len(keys), dim]: how the rows of these keys of a table begin. Default: as its `Rows` say."""
+        return initial_rows(self.tables()[table], table, seed, keys)
+
     def module(self, seed: int) -> KernelModel:
         """The model of its tables as they begin; a run's answer is one with the trained tables."""
         return KernelModel(self, seed)
@@ -78,8 +82,8 @@ class KernelModel(nn.Module):
         super().__init__()
         self.kernel = kernel
         for name, rows in kernel.tables().items():
-            began = torch.from_numpy(initial_rows(rows, name, seed, range(rows.rows)))
-            self.register_parameter(name, nn.Parameter(began))
+            began = kernel.initial(name, range(rows.rows), seed)
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(began)))
 
     def tables(self) -> dict[str, NDArray[Any]]:
         """[rows, dim] by name: views of the parameters' memory."""

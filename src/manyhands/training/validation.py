@@ -143,7 +143,8 @@ class Validator:
                 else:
                     ensemble = evaluation.ensemble_of(self.replica, members)
                     measure = evaluation.of_model(task, ensemble, worker.device)
-            metrics = evaluation.evaluate(measure, feed, worker.mesh.data, progress)
+            group = worker.mesh.world if worker.mesh.own_rows else worker.mesh.data
+            metrics = evaluation.evaluate(measure, feed, group, progress)
         return {prefix + name: value for name, value in metrics.items()}
 
     def _delivered(self, parameters: FlatVector, buffers: dict[str, Tensor], over: bool) -> tuple[list[State], str]:

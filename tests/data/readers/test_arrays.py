@@ -38,6 +38,14 @@ def test_numpy_columns_become_tensors_of_their_dtype(dtype):
         np.testing.assert_array_equal(batch.numpy(), array[np.asarray(indices)])
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_columns_are_shuffled_too(dtype):
+    column = np.arange(10, 20, dtype=dtype)
+    taken = Columns({"a": column}).take(np.array([3, 0, 3]))["a"]
+    assert taken.tolist() == [13, 10, 13]
+    assert taken.numpy().dtype == dtype
+
+
 def test_structures_are_kept():
     x = torch.arange(5.0)
     batch = Columns({"a": Pair(x, x.numpy()), "b": [1, 2, 3, 4, 5]}).take(INDICES)

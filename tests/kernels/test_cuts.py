@@ -1,0 +1,81 @@
+"""Kernel Cuts: the rule worked by hand, projections, planted classes that are found again, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+from manyhands.kernels.cuts import Cuts, project, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+
+def edges(n: int = 30, nodes: int = 12) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    u = random.integers(0, nodes - 2, n)
+    return {"nodes": u, "others": (u + random.integers(1, nodes - 2, n)) % nodes, "weights": random.random(n)}
+
+
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+@pytest.mark.parametrize("classes", [2, 5])
+def test_conformance(check: str, classes: int) -> None:
+    kernel = Cuts(known=[0, 1, *[-1] * 10], classes=classes, dtype="float64")
+    KERNEL_SUITE[check](KernelCase(kernel=kernel, batch=edges(), reference=reference_step, rate=0.03))
+
+
+def test_a_step_by_hand() -> None:
+    """x_0 = (1, 0) is known, x_1 = (1/2, 1/2) moves by rate · weight toward it: (.5 + .1, .5 - .1)."""
+    kernel = Cuts(known=[0, -1], dtype="float64")
+    rows = kernel.module(0).tables()
+    batch = kernel.prepare({"nodes": np.array([0]), "others": np.array([1]), "weights": np.array([2.0])}, 0)
+    assert kernel.step(rows, batch, 0.05) == pytest.approx(2.0 * (0.5 + 0.5))
+    assert rows["points"].tolist() == [[1, 0], [pytest.approx(0.6), pytest.approx(0.4)]]
+    for _ in range(9):
+        kernel.step(rows, batch, 0.05)
+    assert rows["points"][1].tolist() == pytest.approx([1, 0])  # and no further
+
+
+def test_a_projection_is_the_nearest_point_of_the_simplex() -> None:
+    points = np.array([[0.2, 0.3, 0.5], [2.0, 0.0, 0.0], [0.6, 0.6, -3.0], [0.0, 0.0, 0.0]])
+    for row in range(4):
+        project(points, row, 3, np.empty(3))
+    assert points.tolist() == [
+        pytest.approx([0.2, 0.3, 0.5]),
+        pytest.approx([1, 0, 0]),
+        pytest.approx([0.5, 0.5, 0]),
+        pytest.approx([1 / 3] * 3),
+    ]
+
+
+def test_planted_classes_are_found_from_a_few_known_nodes() -> None:
+    random, nodes, classes = np.random.default_rng(1), 300, 3
+    planted = random.integers(0, classes, nodes)
+    u, v = random.integers(0, nodes, (2, 6000))
+    weights = np.where(planted[u] == planted[v], 1.0, 0.05)
+    known = np.where(np.arange(nodes) < 30, planted, -1)
+    run = mh.train(
+        kernel=Cuts(known=known, classes=classes),
+        rate=0.05,
+        rate_decay=0.8,
+        train_data={"nodes": u, "others": v, "weights": weights},
+        validation_data={"nodes": u, "others": v, "weights": weights},
+        batch_size=500,
+        epochs=15,
+        strategy="solo",
+        workers=1,
+    )
+    found = run.model.tables()["points"].argmax(1)
+    assert (found == planted).mean() > 0.97
+    between = weights[planted[u] != planted[v]].sum() / weights.sum()
+    assert run.metrics["validation_cut"] < 1.05 * between
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"known": [0, 2]}, "class"), ({"known": []}, "class"), ({"known": [0], "classes": 1}, "classes")],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(mh.BadInput, match=text):
+        Cuts(**fields)
