@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import typer
 
@@ -114,13 +115,21 @@ def is_placeholder(value: str) -> bool:
     return re.fullmatch(r"[A-Za-zη]|η·ρ|…|\w+:[a-z]", value) is not None
 
 
+def ratings() -> mh.Task:
+    """Of a few users and items, for strategies that train kernels alone."""
+    users, items = np.arange(60) % 10, np.arange(60) % 8
+    data = {"users": users, "items": items, "ratings": np.ones(60)}
+    return mh.Task(kernel=mh.kernels.Factors(users=10, items=8, rank=2), rate=0.1, train_data=data)
+
+
 @cache
 def train_briefly(text: str) -> mh.Run:
     """Some steps on two simulated workers; what shares memory, and what is for one worker, on one real one."""
     strategy = strategy_of(text)
     alone = strategy.needs.one_worker or strategy.needs.one_host
     workers, engine = (1, "local") if alone else (2, "sim")
-    run = mh.train(plain.task(epochs=1), strategy=strategy, engine=engine, workers=workers, max_steps=STEPS)
+    task = ratings() if strategy.needs.kernel else plain.task(epochs=1)
+    run = mh.train(task, strategy=strategy, engine=engine, workers=workers, max_steps=STEPS)
     assert [row["step"] for row in run.history] == list(range(1, STEPS + 1))
     return run
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import callbacks as callbacks
     from manyhands import keras as keras
+    from manyhands import kernels as kernels
     from manyhands import spark as spark
     from manyhands import tasks as tasks
     from manyhands.callbacks import Callback as Callback
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Progress as Progress
     from manyhands.callbacks import TensorBoard as TensorBoard
     from manyhands.callbacks import WandB as WandB
+    from manyhands.data.csr import Csr as Csr
     from manyhands.data.sharding import epoch_order as epoch_order
     from manyhands.engines.hosts.engine import Hosts as Hosts
     from manyhands.engines.local.engine import Local as Local
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from manyhands.server.base import ServerSpec as ServerSpec
     from manyhands.server.pushes import Push as Push
     from manyhands.server.rules.base import Rule as Rule
+    from manyhands.sparse.kernel import Kernel as Kernel
+    from manyhands.sparse.rows import Rows as Rows
     from manyhands.strategies.agn import AGN as AGN
     from manyhands.strategies.allreduce import AllReduce as AllReduce
     from manyhands.strategies.base import Needs as Needs
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     from manyhands.strategies.hogwild import Hogwild as Hogwild
     from manyhands.strategies.local_sgd import LocalSGD as LocalSGD
     from manyhands.strategies.quorum import Quorum as Quorum
+    from manyhands.strategies.rotate import Rotate as Rotate
     from manyhands.strategies.solo import Solo as Solo
     from manyhands.strategies.update_sharing import UpdateSharing as UpdateSharing
     from manyhands.task import Task as Task
@@ -89,7 +94,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "keras", "spark", "tasks")
+_MODULES = ("callbacks", "keras", "kernels", "spark", "tasks")
 _WHERE = {
     "AGN": "strategies.agn",
     "AllReduce": "strategies.allreduce",
@@ -98,6 +103,7 @@ _WHERE = {
     "CallbackFailed": "errors",
     "Checked": "evidence.check.check",
     "Comparison": "evidence.compare.comparison",
+    "Csr": "data.csr",
     "DiLoCo": "strategies.diloco",
     "Distance": "strategies.distance",
     "Downpour": "strategies.downpour",
@@ -111,6 +117,7 @@ _WHERE = {
     "Gossip": "strategies.gossip",
     "Hogwild": "strategies.hogwild",
     "Hosts": "engines.hosts.engine",
+    "Kernel": "sparse.kernel",
     "Local": "engines.local.engine",
     "LocalSGD": "strategies.local_sgd",
     "MLflow": "callbacks",
@@ -124,6 +131,8 @@ _WHERE = {
     "Push": "server.pushes",
     "Quorum": "strategies.quorum",
     "Replayed": "evidence.replay.replay",
+    "Rotate": "strategies.rotate",
+    "Rows": "sparse.rows",
     "Rule": "server.rules.base",
     "Run": "recording.run",
     "ServerSpec": "server.base",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.errors import BadInput, UnknownName, is_number, is_whole
+from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
 from manyhands.metrics import Measure as Measure
 from manyhands.metrics import Metrics as Metrics
 from manyhands.metrics import Summed as Summed
@@ -308,6 +308,14 @@ def named(given: Any) -> str:
 
 def _name(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__).replace("<lambda>", "your_function")
+
+
+def check_differentiable(task: Task, what: str) -> None:
+    """Unsupported for a task with a kernel, where `what` it is for needs gradients of a model."""
+    if task.kernel is not None:
+        raise Unsupported(
+            f"{what} works with the gradients of a model, and kernel {task.kernel.name} has none: manyhands compare measures what a kernel gains by more workers"
+        )
 
 
 def check_fields(names: Mapping[str, Any]) -> None:

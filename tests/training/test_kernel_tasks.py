@@ -141,3 +141,23 @@ def test_a_finished_run_gives_its_tables_again(tmp_path: Path) -> None:
     first = trained(run_dir=tmp_path / "run")
     again = trained(run_dir=tmp_path / "run", resume=True)
     assert all(np.array_equal(table, again.model.tables()[name]) for name, table in first.model.tables().items())
+
+
+@pytest.mark.parametrize("ask", [mh.check, lambda task: mh.plan(task, workers=2), mh.calibrate])
+def test_what_works_with_gradients_refuses_a_kernel(ask: Callable[[mh.Task], Any]) -> None:
+    with pytest.raises(mh.Unsupported, match=r"Products.*manyhands compare"):
+        ask(mh.Task(**fields()))
+
+
+def test_a_loop_of_ones_own_is_refused_by_a_strategy_of_kernels() -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(mh.Unsupported, match="kernel"):
+        mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="rotate")
+
+
+@pytest.mark.slow
+def test_strategies_are_compared_on_a_kernel() -> None:
+    task = mh.Task(**fields(validation_data=rows_of_products(100, seed=2)))
+    found = mh.compare(task, strategies=["local-sgd", "hogwild", "rotate"], workers=(2,), repeats=2)
+    assert {one.strategy for one in found.variants} == {"solo", "local-sgd", "hogwild", "rotate"}
+    assert not [trial.failure for trial in found.trials if trial.failure]

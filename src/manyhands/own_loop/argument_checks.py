@@ -77,6 +77,10 @@ def check_launch(strategy: Strategy, engine: Engine, workers: int, servers: int)
 
 def check_strategy(strategy: Strategy, worker: Worker) -> None:
     """BadInput for a strategy that cannot run on so many workers, Unsupported for one whose server was not started."""
+    if strategy.needs.kernel:
+        raise Unsupported(
+            f"strategy {strategy.name} cuts the tables of a kernel, and a loop of your own steps a model: use mh.train(kernel=...), or another strategy"
+        )
     strategy.check_workers(worker.size)
     wanted = strategy.server()
     if wanted is None:

@@ -117,7 +117,12 @@ class TrainConfig:
                     f"strategy {strategy.name}: no worker holds a whole model for evaluate(model, batch): leave it out, and the kernel measures"
                 )
         if why := strategy.exchanges_gradients():
-            able = [name for name in CATALOGUE if not strategy_of(name).exchanges_gradients() and name != "solo"]
+            others = [strategy_of(name) for name in CATALOGUE]
+            able = [
+                one.name
+                for one in others
+                if not one.exchanges_gradients() and one.needs.one_model and not one.needs.one_worker
+            ]
             raise Unsupported(
                 f"strategy {strategy.name} {why}, and kernel {kernel.name} moves its tables without any: use one that exchanges parameters or updates "
                 f"({', '.join(able)})"

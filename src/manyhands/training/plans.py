@@ -27,7 +27,7 @@ from manyhands.parallel.planner.search import Plan, one_process, plans_of
 from manyhands.parallel.spec import ModelParallel
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
-from manyhands.task import Task
+from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.planning import measure
 
@@ -140,8 +140,10 @@ def plan(
 
     Raises BadInput and Unsupported for what `train` would refuse.
     """
+    own = task_from(task, task_fields)
+    check_differentiable(own, "plan")
     config = TrainConfig(
-        task=task_from(task, task_fields),
+        task=own,
         strategy=strategy_of(strategy),
         engine=engines.engine_of("local"),
         workers=workers,

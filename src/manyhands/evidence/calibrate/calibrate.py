@@ -42,7 +42,7 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.dynsgd import DynSGD
 from manyhands.strategies.ensemble import Ensemble
-from manyhands.task import Task
+from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, check_resources, task_from
 
 STRATEGIES = ("allreduce", "local-sgd:period=8", "dynsgd")
@@ -132,6 +132,7 @@ def calibrated(
     """
     chosen = [strategy_of(strategy) for strategy in strategies]
     own = task_from(task, task_fields)
+    check_differentiable(own, "calibrate")
     local = engines.engine_of(engine)
     if not isinstance(local, Local):
         raise Unsupported(

@@ -43,7 +43,7 @@ from manyhands.evidence.check.report import BREAKS, NOTE, Checked, EqualityProof
 from manyhands.evidence.check.rows import TrainingData, feed_of, read, source_of
 from manyhands.evidence.check.trials import Trace, TrialRunner, step_differences, with_solo_rates
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.task import Task
+from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.plan import global_batch
 from manyhands.units import count, size
@@ -88,6 +88,7 @@ def check(
     """
     started = time.monotonic()
     own, found_engine = task_from(task, task_fields), engines.engine_of(engine)
+    check_differentiable(own, "check")
     if not (found_engine.capabilities.one_host or found_engine.capabilities.simulated):
         raise Unsupported(
             f"check runs its workers on this machine, and engine {found_engine.name} cannot do that: use engine local "

@@ -24,6 +24,8 @@ from manyhands.evidence.compare.comparison import Target, Trial, Variant
 from manyhands.evidence.compare.final_evaluation import ROWS, Predictions, evaluate_final
 from manyhands.evidence.compare.probe import Sketch, probed, taken
 from manyhands.recording.run import Run
+from manyhands.sparse.kernel import ModelOfKernel
+from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.plan import build_model
@@ -151,7 +153,9 @@ def try_once(
     trial = Trial(variant=entry.variant.name, repeat=repeat, seed=seed)
     listener = ValidationListener(setting.on_test)
     try:
-        run = setting.train(probed(setting.trained(seed)), entry, engine, listener, validate_every=validate_every)
+        task = setting.trained(seed)
+        task = task if strategy_of(entry.strategy).needs.kernel else probed(task)  # else no worker has all parameters
+        run = setting.train(task, entry, engine, listener, validate_every=validate_every)
     except Preempted:
         raise
     except ManyhandsError as error:
@@ -266,6 +270,8 @@ def start_of(task: Task, seed: int) -> Tensor:
 
 def fresh(model: Any) -> Any:
     """The task's model so that training leaves it as it is: the next trial begins with it, too."""
+    if isinstance(model, ModelOfKernel):  # it makes a new one each time
+        return model
     return copy.deepcopy(model) if isinstance(model, nn.Module) else partial(_copy_of_built, model)
 
 

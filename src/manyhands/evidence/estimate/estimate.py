@@ -24,7 +24,7 @@ from manyhands.evidence.estimate.scaled_task import NEVER, PATIENCE_S, simulate,
 from manyhands.evidence.estimate.steady_state import ENOUGH, SteadyObserver, SteadyStep
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
-from manyhands.task import Task
+from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.plan import WorkerPlan
 
@@ -146,6 +146,7 @@ def estimate(
     anything is simulated. If one strategy is impossible on a number of workers, its row says why.
     """
     own = task_from(task, task_fields)
+    check_differentiable(own, "estimate")
     counts = list(dict.fromkeys(workers))
     for count in counts:
         check_count("workers", count)

@@ -41,7 +41,7 @@ from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.strategies.quorum import Quorum
-from manyhands.task import Task
+from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, task_from
 from manyhands.training.joining import join
 from manyhands.training.loop import peak_bytes
@@ -177,6 +177,7 @@ def executor_memory(
     for name, value in counts.items():
         check_count(name, value)
     own, chosen = task_from(task, task_fields), strategy_of(strategy)
+    check_differentiable(own, "estimate")
     _check(own, chosen, place, workers, servers)
     payload = _payload(own, chosen)
     say("a few steps on two workers of this machine")
