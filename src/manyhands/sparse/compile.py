@@ -12,6 +12,9 @@ from manyhands.errors import Unsupported
 
 try:
     import numba
+    from llvmlite import ir
+    from numba.core import cgutils
+    from numba.extending import intrinsic
 except ImportError as error:
     raise Unsupported(
         "kernels are compiled by numba, which is not installed: pip install 'manyhands[sparse]'"
@@ -32,3 +35,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # numba found no folder for its cache
         return numba.njit(cache=False, **options)(function)  # type: ignore[no-any-return]
+
+
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Types and code of `prefetch`, as numba asks for them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
+        load: Any = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(load, [address, whole(0), whole(3), whole(1)])  # to read, into all caches, data
+        return context.get_dummy_value()
+
+    return numba.types.void(array, index), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
+"""prefetch(array, index), in compiled functions: begin to load the cache line of this element of a flat array, and go on
+meanwhile. Rows come in random order, and each would wait for memory: load those that come a few rows later."""
