@@ -40,6 +40,7 @@ class Csr(Ragged):
         super().__init__(np.ascontiguousarray(offsets, np.int64), flat, by_row)
         self.features = _count(flat["keys"], features)
         self.field_count = _count(flat["fields"], field_count) if fields is not None else 0
+        self._not_binary = _not_binary(by_row["targets"])
 
     @classmethod
     def of(cls, matrix: Any, targets: Any, *, features: int | None = None) -> Self:
@@ -67,6 +68,29 @@ class Csr(Ragged):
     def targets(self) -> Array:
         """float32 [rows] of the whole data."""
         return self.by_row["targets"]
+
+    def degrees(self) -> Array:
+        """int64 [features]: how many of these rows have each feature."""
+        if self.index is None:
+            return np.bincount(self.keys, minlength=self.features)
+        counts = np.zeros(self.features, np.int64)
+        for i in self.index:
+            counts[self.keys[self.offsets[i] : self.offsets[i + 1]]] += 1
+        return counts
+
+    def check_binary(self) -> None:
+        """BadInput unless the targets of the whole data are 0 and 1, or -1 and 1."""
+        if self._not_binary:
+            raise BadInput(f"targets must be 0 and 1, or -1 and 1, for two classes: {self._not_binary}")
+
+
+def _not_binary(targets: Array) -> str:
+    """What is wrong with them as two classes; "" where nothing is."""
+    negative, zero = bool((targets == -1).any()), bool((targets == 0).any())
+    others = np.flatnonzero((targets != 1) & (targets != 0) & (targets != -1))
+    if len(others):
+        return f"row {others[0]:,} (from 0) has {targets[others[0]]:g}"
+    return "there are rows with 0 and rows with -1" if negative and zero else ""
 
 
 def _numbered(numbers: Any, what: str, count: int | None) -> Array:

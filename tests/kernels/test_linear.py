@@ -1,0 +1,151 @@
+"""kernels/linear.py: logistic regression and the sparse SVM, against NumPy and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+from manyhands.data.csr import Csr
+from manyhands.errors import BadInput, UnknownName
+from manyhands.kernels.linear import Linear, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+
+def planted(rows=400, features=60, seed=0, noise=0.0):
+    """Rows of 3 to 9 features, whose targets a weight vector decides."""
+    random = np.random.default_rng(seed)
+    counts = random.integers(3, 10, rows)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    keys = np.concatenate([np.sort(random.choice(features - 5, count, replace=False)) for count in counts])
+    values = random.normal(size=len(keys)).astype(np.float32)
+    weights = random.normal(size=features)
+    scores = np.add.reduceat(values * weights[keys], offsets[:-1]) + noise * random.logistic(size=rows)
+    return Csr(offsets, keys, values, np.where(scores > 0, 1, -1), features=features)
+
+
+SOME = planted(40).take([0, 3, 1, 17, 5, 39, 4, 4])
+CASES = {
+    "logistic": Linear(features=60, dtype="float64"),
+    "hinge": Linear(features=60, loss="hinge", dtype="float64"),
+    "without-bias": Linear(features=60, bias=False, dtype="float64"),
+    "ridge": Linear.of(planted(40), loss="hinge", ridge=0.3, dtype="float64"),
+    "in-place": Linear.of(planted(40), ridge=0.1, merge_every=1, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+@pytest.mark.parametrize("case", CASES)
+def test_conformance(case, check):
+    KERNEL_SUITE[check](KernelCase(kernel=CASES[case], batch=SOME, reference=reference_step, rate=0.5))
+
+
+def one_row(target):
+    return Csr([0, 2], [0, 2], [0.5, -2.0], [target], features=3)
+
+
+def stepped(kernel, rows, weights, rate):
+    tables = {"weights": np.array(weights, np.float64)[:, None]} | ({"bias": np.zeros((1, 1))} if kernel.bias else {})
+    return kernel.step(tables, kernel.prepare(rows, 0), rate), tables
+
+
+def test_a_logistic_step_by_hand():
+    loss, tables = stepped(Linear(features=3, dtype="float64"), one_row(0), [1.0, 9.0, 0.25], rate=0.1)
+    output = 1.0 * 0.5 - 0.25 * 2.0  # 0: the sigmoid is a half
+    assert output == 0
+    assert loss == pytest.approx(math.log(2))
+    assert tables["weights"][:, 0] == pytest.approx([1 - 0.1 * 0.5 * 0.5, 9.0, 0.25 + 0.1 * 0.5 * 2.0])
+    assert tables["bias"][0, 0] == pytest.approx(-0.05)
+
+
+def test_a_hinge_step_by_hand():
+    kernel = Linear(features=3, loss="hinge", dtype="float64")
+    loss, tables = stepped(kernel, one_row(1), [1.0, 9.0, 0.0], rate=0.1)  # the output is 0.5, inside the margin
+    assert loss == pytest.approx(0.5)
+    assert tables["weights"][:, 0] == pytest.approx([1.05, 9.0, -0.2])
+    loss, tables = stepped(kernel, one_row(1), [4.0, 9.0, 0.0], rate=0.1)  # the output is 2: right, and far enough
+    assert loss == 0
+    assert tables["weights"][:, 0].tolist() == [4.0, 9.0, 0.0]
+
+
+def test_each_row_carries_its_share_of_the_ridge():
+    """Equation 4 of HOGWILD!: over all rows the decay of a weight sums to 2 · ridge · w, however many rows have it."""
+    rows = Csr([0, 2, 3, 4], [0, 1, 0, 0], [0.0] * 4, [1, 1, 1], features=3)  # values of 0: the data moves nothing
+    assert rows.degrees().tolist() == [3, 1, 0]
+    kernel = Linear.of(rows, loss="hinge", ridge=0.5, bias=False, dtype="float64")
+    rate = 0.01
+    _, tables = stepped(kernel, rows, [1.0, 1.0, 1.0], rate)
+    share = 2 * 0.5 * rate
+    assert tables["weights"][:, 0] == pytest.approx([(1 - share / 3) ** 3, 1 - share, 1.0])
+
+
+@pytest.mark.parametrize("loss", ["logistic", "hinge"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_merging_changes_no_bit_of_one_worker(loss, dtype):
+    rows, found = planted(), []
+    for every in (1, 7, 100, 1000, None):
+        kernel = Linear.of(rows, loss=loss, ridge=0.01, dtype=dtype, merge_every=every)
+        tables = kernel.module(0).tables()
+        for _ in range(2):
+            kernel.step(tables, kernel.prepare(rows, 0), 0.3)
+        found.append((tables["weights"].tobytes(), tables["bias"].tobytes()))
+    assert len(set(found)) == 1
+
+
+def test_a_merge_adds_to_what_others_wrote():
+    from manyhands.kernels.linear import _merge
+
+    shared, own, before = np.array([1.0, 5.0, 2.0]), np.array([1.5, 2.0, 2.0]), np.array([1.0, 1.0, 2.0])
+    _merge(shared, own, before, 2)
+    assert shared.tolist() == own.tolist() == before.tolist() == [1.5, 6.0, 2.0]
+
+
+@pytest.mark.parametrize("loss", ["logistic", "hinge"])
+def test_it_finds_planted_weights(loss):
+    rows = planted(4000)
+    task = mh.Task(
+        kernel=Linear(features=60, loss=loss),
+        rate=0.2,
+        rate_decay=0.7,
+        train_data=rows.take(range(3000)),
+        validation_data=rows.take(range(3000, 4000)),
+        batch_size=500,
+        epochs=8,
+    )
+    run = mh.train(task, strategy="solo", workers=1)
+    assert run.metrics["validation_accuracy"] > 0.94
+    losses = [row["loss"] for row in run.history]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_targets_of_other_kinds_are_refused():
+    kernel = Linear(features=3)
+    for targets, why in (([2.0], "row 0 .* has 2"), ([0.5], "has 0.5")):
+        with pytest.raises(BadInput, match=why):
+            kernel.prepare(Csr([0, 1], [0], [1.0], targets, features=3), 0)
+    with pytest.raises(BadInput, match="rows with 0 and rows with -1"):
+        kernel.prepare(Csr([0, 1, 1], [0], [1.0], [0, -1], features=3), 0)
+    kernel.prepare(Csr([0, 1, 1], [0], [1.0], [1, -1], features=3), 0)
+
+
+def test_other_data_and_more_features_are_refused():
+    with pytest.raises(BadInput, match="sparse rows"):
+        Linear(features=3).prepare({"x": np.zeros(3)}, 0)
+    with pytest.raises(BadInput, match="has 2 features, and its rows have 3"):
+        Linear(features=2).prepare(one_row(1), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"features": 0}, BadInput, "features must be"),
+        ({"loss": "squared"}, UnknownName, "choose one of logistic, hinge"),
+        ({"ridge": -1.0}, BadInput, "ridge must be"),
+        ({"ridge": 0.1}, BadInput, "ridge needs the number of rows"),
+        ({"ridge": 0.1, "degrees": np.ones(2)}, BadInput, "ridge needs the number of rows"),
+        ({"merge_every": 0}, BadInput, "merge_every must be"),
+    ],
+)
+def test_options_are_checked(options, error, why):
+    with pytest.raises(error, match=why):
+        Linear(**{"features": 3, **options})
