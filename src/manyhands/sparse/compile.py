@@ -30,7 +30,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     It runs on one thread, without the interpreter's lock. Where no folder can be written to, nothing is kept.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy", "boundscheck": False}
+    return _compiled(function, _FAST_MATH)
+
+
+def compiled_exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Likewise, with each operation as it is written: sums keep their order, and a quotient is rounded once."""
+    return _compiled(function, set())
+
+
+def _compiled(function: Callable[..., Any], fast_math: set[str]) -> Callable[..., Any]:
+    options: dict[str, Any] = {"nogil": True, "fastmath": fast_math, "error_model": "numpy", "boundscheck": False}
     try:
         return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # numba found no folder for its cache
