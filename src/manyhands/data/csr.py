@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from manyhands.data.ragged import Array, Ragged
 from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    from manyhands.data.sparse_text import Paths
 
 
 class Csr(Ragged):
@@ -48,6 +51,41 @@ class Csr(Ragged):
         rows = matrix.tocsr()
         rows.sort_indices()
         return cls(rows.indptr, rows.indices, rows.data, targets, features=features or matrix.shape[1])
+
+    @classmethod
+    def libsvm(cls, paths: Paths, *, features: int | None = None, zero_based: bool = False) -> Self:
+        """Rows of libsvm (svmlight) text, `target index:value …`, with ascending indices that count from 1.
+
+        paths: one or more files or URLs (fsspec's), with * in the last part, compressed or not (by the ending). They are
+        parsed once, into files without names in the folder for temporary files, which are mapped.
+        features: how many there are; default: the greatest index. zero_based: indices count from 0.
+        From # on a line is a comment; qid:… is read over. Numbers are as float() reads them, rounded to float32.
+        Raises BadInput, with file, line and column, for what is not of this form, and for a file without rows.
+        """
+        from manyhands.data import sparse_text
+
+        read = sparse_text.read(paths, with_fields=False, features=features, zero_based=zero_based)
+        return cls(read.offsets, read.keys, read.values, read.targets, features=features)
+
+    @classmethod
+    def libffm(cls, paths: Paths, *, fields: int | None = None, features: int | None = None) -> Self:
+        """Rows of libffm text, `target field:index:value …`, where fields and indices count from 0; as `libsvm` otherwise,
+        but for the order of a row's indices, which is free.
+
+        fields: how many there are; default: the greatest and one more. BadInput for a field beyond.
+        """
+        from manyhands.data import sparse_text
+
+        read = sparse_text.read(paths, with_fields=True, features=features, fields=fields, zero_based=True)
+        return cls(
+            read.offsets,
+            read.keys,
+            read.values,
+            read.targets,
+            fields=read.fields,
+            features=features,
+            field_count=fields,
+        )
 
     @property
     def keys(self) -> Array:
