@@ -26,8 +26,7 @@ def initial_rows(rows: Rows, name: str, seed: int, keys: NDArray[np.int64] | ran
     step = max(1, _CHUNK // rows.dim)
     for start in range(0, len(numbers), step):
         bits = _bits(name, seed, numbers[start : start + step], rows.dim)
-        drawn = _uniform(bits, number) if kind == "uniform" else _normal(bits, number)
-        found[start : start + step] = drawn
+        found[start : start + step] = _DRAWN[kind](bits, number)
     return found
 
 
@@ -60,6 +59,13 @@ def _normal(bits: NDArray[np.uint64], deviation: float) -> Any:
     return deviation * radius * np.cos(2 * np.pi * _from_0_to_1(mix64(bits)))
 
 
+def _positive(bits: NDArray[np.uint64], most: float) -> Any:
+    return _from_0_to_1(bits) * most
+
+
 def _from_0_to_1(bits: NDArray[np.uint64]) -> Any:
     """In [0, 1)."""
     return (bits >> np.uint64(11)) * 2.0**-53
+
+
+_DRAWN = {"uniform": _uniform, "positive": _positive, "normal": _normal}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manyhands.errors import BadInput, UnknownName, is_whole
 
 DTYPES = ("float32", "float64")
-_INITIAL = ("zeros", "constant", "uniform", "normal")
+_INITIAL = ("zeros", "constant", "uniform", "positive", "normal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Rows:
     dim: int = 1
     rows: int
     initial: str = "zeros"
-    """zeros, constant:C (each number is C), uniform:A (from -A to A) or normal:S (mean 0, standard deviation S). A number
-    depends on the seed, the table's name, its key and its column alone."""
+    """zeros, constant:C (each number is C), uniform:A (from -A to A), positive:A (uniform from 0 to A) or normal:S (mean 0,
+    standard deviation S). A number depends on the seed, the table's name, its key and its column alone."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Rows:
         """("uniform", A) and so on; ("zeros", 0.0). Raises UnknownName or BadInput."""
         kind, colon, text = self.initial.partition(":")
         if kind not in _INITIAL or (kind == "zeros") == bool(colon):
-            forms = "zeros, constant:C, uniform:A, normal:S"
+            forms = "zeros, constant:C, uniform:A, positive:A, normal:S"
             raise UnknownName(f"Rows: no initial {self.initial!r}: give one of {forms}, with a number after the colon")
         if kind == "zeros":
             return kind, 0.0

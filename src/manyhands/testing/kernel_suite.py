@@ -46,7 +46,7 @@ def check_tables_begin_as_the_seed_says(case: KernelCase) -> None:
     for name, rows in case.kernel.tables().items():
         expect(first[name].shape == (rows.rows, rows.dim), f"{name} has the shape {first[name].shape}")
         expect(np.array_equal(first[name], second[name]), f"{name} begins otherwise with the same seed")
-        if rows.initial_number()[0] in ("uniform", "normal"):
+        if rows.initial_number()[0] in ("uniform", "positive", "normal"):
             expect(not np.array_equal(first[name], other[name]), f"{name} begins alike with another seed")
         some = np.arange(rows.rows)[::-3]
         expect(
