@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands.kernels.cuts import Cuts as Cuts
     from manyhands.kernels.factors import Factors as Factors
+    from manyhands.kernels.ffm import FFM as FFM
+    from manyhands.kernels.fm import FM as FM
     from manyhands.kernels.linear import Linear as Linear
 
-_WHERE = {"Cuts": "cuts", "Factors": "factors", "Linear": "linear"}
+_WHERE = {"Cuts": "cuts", "FFM": "ffm", "FM": "fm", "Factors": "factors", "Linear": "linear"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,118 @@
+"""kernels/ffm.py: field-aware factorization machines, against NumPy and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+from manyhands.data.csr import Csr
+from manyhands.errors import BadInput
+from manyhands.kernels.ffm import FFM, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+FIELDS, PER_FIELD = 5, 6
+
+
+def clicks(rows, seed=0, missing=0.0, repeated=0.0, binary=False):
+    """Rows with one feature a field, some fields missing, some twice; targets from planted vectors."""
+    random = np.random.default_rng(seed)
+    planted = np.random.default_rng(9).normal(size=(FIELDS * PER_FIELD, 2))
+    offsets, keys, fields, values, targets = [0], [], [], [], []
+    for _ in range(rows):
+        chosen = [f for f in range(FIELDS) if random.random() >= missing]
+        chosen += [f for f in chosen if random.random() < repeated]
+        mine = np.array([f * PER_FIELD + random.integers(PER_FIELD) for f in chosen], int)
+        keys += mine.tolist()
+        fields += chosen
+        values += [1.0] * len(mine) if binary else random.uniform(0.5, 2, len(mine)).tolist()
+        offsets.append(len(keys))
+        score = (planted[mine].sum(0) ** 2 - (planted[mine] ** 2).sum(0)).sum()
+        targets.append(int(score + random.logistic() > 0))
+    return Csr(offsets, keys, values, targets, fields=fields, features=FIELDS * PER_FIELD + 1, field_count=FIELDS)
+
+
+def kernel(**options):
+    return FFM(**{"features": FIELDS * PER_FIELD + 1, "fields": FIELDS, "dtype": "float64", "ridge": 0.01, **options})
+
+
+CASES = {
+    "one-feature-a-field": (kernel(), clicks(12)),
+    "fields-missing": (kernel(k=3), clicks(12, missing=0.4)),
+    "fields-twice": (kernel(), clicks(12, missing=0.2, repeated=0.4)),
+    "as-they-are": (kernel(normalize=False, k=8, ridge=0.0), clicks(12, missing=0.2)),
+}
+
+
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+@pytest.mark.parametrize("case", CASES)
+def test_conformance(case, check):
+    made, rows = CASES[case]
+    KERNEL_SUITE[check](KernelCase(kernel=made, batch=rows.take([0, 5, 3, 11, 5]), reference=reference_step))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_step_by_hand(order):
+    """Two features, of the fields 0 and 1, with the values 1 and 2, and one number a vector."""
+    made = FFM(features=2, fields=2, k=1, ridge=0.1, dtype="float64")
+    values = np.array([1.0, 2.0])
+    rows = Csr(
+        [0, 2], np.array([0, 1])[order], values[order], [0], fields=np.array([0, 1])[order], features=2, field_count=2
+    )
+    tables = {"vectors": np.array([[7.0, 0.5], [0.25, 9.0]]), "sums": np.ones((2, 2))}
+    loss = made.step(tables, made.prepare(rows, 0), 0.2)
+
+    r, y = 1 / 5, -1.0
+    phi = r * 0.5 * 0.25 * 1.0 * 2.0  # feature 0's vector for field 1, and feature 1's for field 0
+    kappa = -y / (1 + math.exp(y * phi))
+    slope_0 = 0.1 * 0.5 + kappa * r * 2.0 * 0.25
+    slope_1 = 0.1 * 0.25 + kappa * r * 2.0 * 0.5
+    assert loss == pytest.approx(math.log(1 + math.exp(-y * phi)))
+    assert tables["sums"] == pytest.approx(np.array([[1, 1 + slope_0**2], [1 + slope_1**2, 1]]))
+    moved_0 = 0.5 - 0.2 * slope_0 / math.sqrt(1 + slope_0**2)
+    moved_1 = 0.25 - 0.2 * slope_1 / math.sqrt(1 + slope_1**2)
+    assert tables["vectors"] == pytest.approx(np.array([[7, moved_0], [moved_1, 9]]))
+
+
+def test_vectors_begin_between_0_and_a_share_of_k():
+    tables = FFM(features=200, fields=3, k=4).module(0).tables()
+    assert 0 <= tables["vectors"].min() < 0.01
+    assert 0.49 < tables["vectors"].max() < 0.5
+    assert (tables["sums"] == 1).all()
+
+
+def test_it_finds_planted_pairs():
+    rows = clicks(6000, binary=True)
+    task = mh.Task(
+        kernel=FFM.of(rows),
+        rate=0.2,
+        train_data=rows.take(range(5000)),
+        validation_data=rows.take(range(5000, 6000)),
+        batch_size=1000,
+        epochs=6,
+    )
+    run = mh.train(task, strategy="solo", workers=1)
+    assert run.metrics["validation_loss"] < 0.55  # of a constant: 0.69
+    assert run.metrics["validation_accuracy"] > 0.75
+
+
+def test_rows_without_fields_and_rows_with_more_are_refused():
+    with pytest.raises(BadInput, match="rows with fields: .*Csr.libffm"):
+        kernel().prepare(Csr([0, 1], [0], [1.0], [1], features=3), 0)
+    with pytest.raises(BadInput, match="rows with fields"):
+        kernel().prepare({"x": np.ones(3)}, 0)
+    with pytest.raises(BadInput, match="has 4 fields, and its rows have 5"):
+        kernel(fields=4).prepare(clicks(3), 0)
+    with pytest.raises(BadInput, match="has 30 features, and its rows have 31"):
+        kernel(features=30).prepare(clicks(3), 0)
+    with pytest.raises(BadInput, match="targets must be 0 and 1"):
+        kernel().prepare(Csr([0, 1], [0], [1.0], [3], fields=[0], features=3, field_count=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"k": 0}, "k must be"), ({"fields": 0}, "fields must be"), ({"ridge": -1.0}, "ridge must be")],
+)
+def test_options_are_checked(options, why):
+    with pytest.raises(BadInput, match=why):
+        kernel(**options)

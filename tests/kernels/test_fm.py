@@ -1,0 +1,106 @@
+"""kernels/fm.py: factorization machines, against NumPy and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+from manyhands.data.csr import Csr
+from manyhands.errors import BadInput, UnknownName
+from manyhands.kernels.fm import FM, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+FEATURES = 30
+
+
+def pairs(rows, seed=0, squared=False):
+    """Rows of two to five features, whose targets planted vectors decide."""
+    random = np.random.default_rng(seed)
+    planted = np.random.default_rng(5).normal(size=(FEATURES, 2))
+    offsets = np.concatenate([[0], np.cumsum(random.integers(2, 6, rows))])
+    keys = [np.sort(random.choice(FEATURES, n, replace=False)) for n in np.diff(offsets)]
+    scores = np.array([(planted[mine].sum(0) ** 2 - (planted[mine] ** 2).sum(0)).sum() / len(mine) for mine in keys])
+    targets = scores if squared else np.where(scores + 0.3 * random.logistic(size=rows) > 0, 1, -1)
+    return Csr(offsets, np.concatenate(keys), np.ones(offsets[-1]), targets, features=FEATURES + 1)
+
+
+def kernel(**options):
+    return FM(**{"features": FEATURES + 1, "dtype": "float64", "ridge": 0.01, "k": 3, **options})
+
+
+CASES = {
+    "logistic": (kernel(), pairs(12)),
+    "squared": (kernel(loss="squared", k=8), pairs(12, squared=True)),
+    "as-they-are": (kernel(normalize=False, ridge=0.0, k=1), pairs(12)),
+}
+
+
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+@pytest.mark.parametrize("case", CASES)
+def test_conformance(case, check):
+    made, rows = CASES[case]
+    KERNEL_SUITE[check](KernelCase(kernel=made, batch=rows.take([0, 5, 3, 11, 5]), reference=reference_step))
+
+
+def test_a_step_by_hand():
+    """Two features with the values 3 and 4, scaled to 0.6 and 0.8, and one number a vector."""
+    made = FM(features=3, k=1, loss="squared", ridge=0.1, dtype="float64")
+    rows = Csr([0, 2], [0, 2], [3.0, 4.0], [1.0], features=3)
+    tables = made.module(0).tables()
+    tables["weights"][:, 0], tables["vectors"][:, 0], tables["bias"][0, 0] = [0.5, 9, 0.25], [2.0, 9, -1.0], 0.3
+    loss = made.step(tables, made.prepare(rows, 0), 0.5)
+
+    phi = 0.3 + 0.5 * 0.6 + 0.25 * 0.8 + 2.0 * -1.0 * 0.6 * 0.8
+    error = phi - 1.0
+    weight = error * 0.6 + 0.1 * 0.5
+    vector = error * 0.6 * 0.8 * -1.0 + 0.1 * 2.0
+    assert loss == pytest.approx(error**2 / 2)
+    assert tables["weights"][0, 0] == pytest.approx(0.5 - 0.5 * weight / math.sqrt(1 + weight**2))
+    assert tables["vectors"][0, 0] == pytest.approx(2.0 - 0.5 * vector / math.sqrt(1 + vector**2))
+    assert tables["sums"][0] == pytest.approx([1 + weight**2, 1 + vector**2])
+    assert tables["bias"][0, 0] == pytest.approx(0.3 - 0.5 * error / math.sqrt(1 + error**2))
+    assert (tables["weights"][1, 0], tables["vectors"][1, 0]) == (9, 9)
+
+
+@pytest.mark.parametrize("loss", ["logistic", "squared"])
+def test_it_finds_planted_pairs(loss):
+    rows = pairs(6000, squared=loss == "squared")
+    task = mh.Task(
+        kernel=FM.of(rows, loss=loss, k=4),
+        rate=0.3,
+        train_data=rows.take(range(5000)),
+        validation_data=rows.take(range(5000, 6000)),
+        batch_size=1000,
+        epochs=10,
+    )
+    metrics = mh.train(task, strategy="solo", workers=1).metrics
+    if loss == "squared":
+        assert metrics["validation_squared_error"] < 0.1 * np.var(rows.targets)
+        assert metrics["validation_squared_error"] == pytest.approx(2 * metrics["validation_loss"])
+    else:
+        assert metrics["validation_accuracy"] > 0.8
+
+
+def test_other_data_is_refused():
+    with pytest.raises(BadInput, match="sparse rows"):
+        kernel().prepare({"x": np.ones(3)}, 0)
+    with pytest.raises(BadInput, match="has 2 features, and its rows have 31"):
+        kernel(features=2).prepare(pairs(3), 0)
+    with pytest.raises(BadInput, match="targets must be 0 and 1"):
+        kernel().prepare(pairs(3, squared=True), 0)
+    kernel(loss="squared").prepare(pairs(3, squared=True), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"k": 0}, BadInput, "k must be"),
+        ({"loss": "hinge"}, UnknownName, "choose one of logistic, squared"),
+        ({"ridge": -1.0}, BadInput, "ridge must be"),
+        ({"spread": 0}, BadInput, "spread must be"),
+    ],
+)
+def test_options_are_checked(options, error, why):
+    with pytest.raises(error, match=why):
+        kernel(**options)
