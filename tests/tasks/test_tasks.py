@@ -8,11 +8,18 @@ import pytest
 from manyhands import spec, tasks
 from manyhands.task import Task
 
+FILES = {"linear": "1 1:1\n0 2:1\n", "fm": "1 1:1\n0 2:1\n", "ffm": "1 0:1:1\n0 0:2:1\n"}
+"""What tasks that need a path read."""
+
 
 @pytest.mark.parametrize("name", tasks.CATALOGUE)
-def test_each_name_makes_a_task_of_that_name_with_options_from_text(name):
+def test_each_name_makes_a_task_of_that_name_with_options_from_text(name, tmp_path):
     maker = spec.find(name, tasks.CATALOGUE, "task")
-    task = spec.make(maker, {"batch_size": "32", "epochs": "5"}, f"task {name}")
+    options = {"batch_size": "32", "epochs": "5"}
+    if name in FILES:
+        (tmp_path / "data").write_text(FILES[name])
+        options["path"] = str(tmp_path / "data")
+    task = spec.make(maker, options, f"task {name}")
     assert isinstance(task, Task)
     assert (task.name, task.batch_size, task.epochs) == (name, 32, 5)
     assert getattr(tasks, name) is maker

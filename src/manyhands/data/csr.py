@@ -107,11 +107,12 @@ class Csr(Ragged):
         """float32 [rows] of the whole data."""
         return self.by_row["targets"]
 
-    def degrees(self) -> Array:
-        """int64 [features]: how many of these rows have each feature."""
+    def degrees(self, features: int | None = None) -> Array:
+        """int64 [features]: how many of these rows have each feature. `features`: more than these rows know of."""
+        count = features if features is not None else self.features
         if self.index is None:
-            return np.bincount(self.keys, minlength=self.features)
-        counts = np.zeros(self.features, np.int64)
+            return np.bincount(self.keys, minlength=count)
+        counts = np.zeros(count, np.int64)
         for i in self.index:
             counts[self.keys[self.offsets[i] : self.offsets[i + 1]]] += 1
         return counts

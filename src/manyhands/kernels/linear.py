@@ -78,9 +78,10 @@ class Linear(Kernel):
     @classmethod
     def of(cls, rows: Csr, **options: Any) -> Self:
         """For these training rows: with as many features, and their degrees where there is a ridge."""
+        options = {"features": rows.features, **options}
         if options.get("ridge"):
-            options.setdefault("degrees", rows.degrees())
-        return cls(**{"features": rows.features, **options})
+            options.setdefault("degrees", rows.degrees(options["features"]))
+        return cls(**options)
 
     @override
     def tables(self) -> dict[str, Rows]:

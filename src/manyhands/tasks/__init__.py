@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands.tasks.chars_task import chars as chars
     from manyhands.tasks.digits_task import digits as digits
+    from manyhands.tasks.ffm_task import ffm as ffm
+    from manyhands.tasks.fm_task import fm as fm
+    from manyhands.tasks.linear_task import linear as linear
 
-CATALOGUE = {"digits": "manyhands.tasks.digits_task:digits", "chars": "manyhands.tasks.chars_task:chars"}
+CATALOGUE = {
+    "digits": "manyhands.tasks.digits_task:digits",
+    "chars": "manyhands.tasks.chars_task:chars",
+    "linear": "manyhands.tasks.linear_task:linear",
+    "fm": "manyhands.tasks.fm_task:fm",
+    "ffm": "manyhands.tasks.ffm_task:ffm",
+}
 
 SUMMARIES = {
     "digits": "a small CNN reads 1,797 handwritten digits (bundled): about 99 % test accuracy in seconds",
     "chars": "a small transformer predicts the next character of Python's standard library: bits per character",
+    "linear": "logistic regression or a linear SVM on sparse rows of two classes: linear:path=rows.svm,loss=hinge",
+    "fm": "a factorization machine on sparse rows, libsvm text: fm:path=rows.svm,k=8",
+    "ffm": "a field-aware factorization machine on clicks, libffm text: ffm:path=clicks.ffm,k=4",
 }
 
 
