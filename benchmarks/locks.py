@@ -1,0 +1,65 @@
+"""A lock for each number of a table, for what is compared with steps without locks.
+
+    acquire(locks, key)    # in compiled functions; locks: int32, 0 where nobody holds it, in memory that workers share
+    release(locks, key)
+
+numba has no atomic operations for CPUs: these are LLVM's own, compare-and-swap and a store that releases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from manyhands.sparse.compile import compiled
+
+Array = NDArray[Any]
+
+
+def _take(context: Any, locks: Any, key: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        free, held = ir.IntType(32)(0), ir.IntType(32)(1)
+        swap = builder.cmpxchg(builder.gep(data, [arguments[1]]), free, held, "acquire", "monotonic")
+        return builder.extract_value(swap, 1)
+
+    return numba.types.boolean(locks, key), generate
+
+
+def _free(context: Any, locks: Any, key: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        builder.store_atomic(ir.IntType(32)(0), builder.gep(data, [arguments[1]]), "release", 4)
+        return context.get_dummy_value()
+
+    return numba.types.void(locks, key), generate
+
+
+def _look(context: Any, locks: Any, key: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        state = builder.load_atomic(builder.gep(data, [arguments[1]]), "monotonic", 4)
+        return builder.icmp_unsigned("==", state, ir.IntType(32)(0))
+
+    return numba.types.boolean(locks, key), generate
+
+
+take: Any = intrinsic(_take)
+"""take(locks, key): whether the lock was free, and is held now."""
+release: Any = intrinsic(_free)
+"""release(locks, key): by who holds it."""
+is_free: Any = intrinsic(_look)
+"""is_free(locks, key): read anew each time, which a plain read in a loop need not be."""
+
+
+@compiled
+def acquire(locks: Array, key: int) -> None:
+    """Wait until the lock is free, and hold it. Who needs several takes them in one order, always the same."""
+    while not take(locks, np.uint64(key)):
+        while not is_free(locks, np.uint64(key)):  # reads alone: the cache line stays where it is
+            pass
