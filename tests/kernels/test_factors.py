@@ -1,4 +1,4 @@
-"""Matrix factorisation: the rule by hand, the reference, planted factors, and the order by cells."""
+"""Matrix factorisation: the rule by hand, the reference, and planted factors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import manyhands as mh
 from manyhands.errors import BadInput
-from manyhands.kernels.factors import Factors, by_cells, reference_step
+from manyhands.kernels.factors import Factors, reference_step
 from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
 
 BATCH = {
@@ -101,21 +101,6 @@ def test_planted_factors_are_found() -> None:
     )
     assert run.metrics["test_rmse"] < 0.1 < 2 < data["ratings"].std()
     assert run.metrics["test_rmse"] == pytest.approx(math.sqrt(run.metrics["test_loss"]), rel=1e-6)
-
-
-def test_the_order_by_cells() -> None:
-    random = np.random.default_rng(0)
-    users, items = random.integers(100, size=30_000).astype(np.int32), random.integers(60, size=30_000)
-    order = by_cells(users, items, 5, block=32)
-    assert np.array_equal(np.sort(order), np.arange(30_000))
-    cells = (users // 32 * 2 + items // 32)[order]
-    changes = np.flatnonzero(np.diff(cells)) + 1
-    assert len(changes) + 1 == len(np.unique(cells)) == 8, "each cell's ratings stand together"
-    assert not np.array_equal(np.unique(cells), cells[[0, *changes]]), "cells come in a random order"
-    for cell in np.split(order, changes):
-        assert abs(np.corrcoef(cell, np.arange(len(cell)))[0, 1]) < 0.15, "and so do the ratings of one"
-    assert np.array_equal(order, by_cells(users, items, 5, block=32))
-    assert not np.array_equal(order, by_cells(users, items, 6, block=32))
 
 
 @pytest.mark.parametrize(

@@ -112,41 +112,6 @@ def _root(sums: Tensor) -> dict[str, float]:
     return {"rmse": math.sqrt(float(sums[0] / sums[1]))}
 
 
-def by_cells(users: Array, items: Array, seed: int, block: int = 4096) -> NDArray[np.int64]:
-    """[n]: an order of ratings in which one worker finds the rows of its tables in the cache.
-
-    Keys in blocks of `block` cut all ratings into cells; cells come in a random order, and so do the ratings of one. The
-    rows of a cell, 2 · block · rank numbers, should fit the second-level cache.
-    """
-    random = np.random.default_rng(seed)
-    wide = int(items.max(initial=0)) // block + 1
-    numbers = random.permutation(wide * (int(users.max(initial=0)) // block + 1))
-    order: NDArray[np.int64] = _by_cells(users, items, block, wide, numbers, random.integers(0, 1 << 63, len(users)))
-    return order
-
-
-@compiled
-def _by_cells(users: Array, items: Array, block: int, wide: int, numbers: Array, draws: Array) -> Array:
-    """Sorted by the number of the cell, by counting; then each cell shuffled."""
-    n, size = np.uint64(len(users)), np.uint64(block)
-    cells = np.empty(n, np.uint32)
-    ends = np.zeros(len(numbers) + 1, np.int64)
-    for i in range(n):
-        cells[i] = numbers[np.uint64(users[i]) // size * np.uint64(wide) + np.uint64(items[i]) // size]
-        ends[np.uint64(cells[i]) + np.uint64(1)] += 1
-    ends = np.cumsum(ends)
-    at = ends.copy()
-    order = np.empty(n, np.int64)
-    for i in range(n):
-        order[at[cells[i]]] = i
-        at[cells[i]] += 1
-    for cell in range(len(numbers)):  # Fisher and Yates
-        for i in range(ends[cell + 1] - 1, ends[cell], -1):
-            other = ends[cell] + draws[i] % (i - ends[cell] + 1)
-            order[i], order[other] = order[other], order[i]
-    return order
-
-
 @compiled
 def _step(
     user_rows: Array,

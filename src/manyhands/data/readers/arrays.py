@@ -15,10 +15,11 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import Indexed, Reading, nonempty
 from manyhands.errors import BadInput
 
+_NUMPY_GATHERS = (torch.uint16, torch.uint32, torch.uint64)
+"""Of these dtypes torch selects no rows."""
+
 BACKGROUND_BYTES = 4 << 20
 """A batch below this is gathered in well under a millisecond: less than a thread's hand-over costs."""
-_UNSELECTABLE = (torch.uint16, torch.uint32, torch.uint64)
-"""Whose rows torch does not select."""
 
 
 class Columns(Indexed):
@@ -62,7 +63,7 @@ def _gather(column: Any, indices: Sequence[Any]) -> Any:
     if isinstance(indices, range):
         part = column[indices.start : indices.stop]
         return part if isinstance(part, Tensor) else _tensor(np.array(part))
-    if isinstance(column, Tensor) and column.dtype in _UNSELECTABLE:
+    if isinstance(column, Tensor) and column.dtype in _NUMPY_GATHERS:
         return torch.from_numpy(column.numpy()[np.asarray(indices)])
     if isinstance(column, Tensor):
         return column.index_select(0, torch.from_numpy(np.asarray(indices)).to(column.device))

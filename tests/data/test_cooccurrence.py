@@ -1,0 +1,134 @@
+"""Counts of pairs of words: equal to a dict's, whatever the memory."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.data import cooccurrence
+from manyhands.data.cooccurrence import Cooccurrences, count_cooccurrences
+from manyhands.data.ragged import Ragged
+from manyhands.errors import BadInput, ManyhandsError
+
+SLOT = cooccurrence._SLOT_BYTES
+
+
+def corpus_of(*texts: Any) -> Ragged:
+    offsets = np.cumsum([0, *map(len, texts)])
+    return Ragged(offsets, {"words": np.concatenate([np.asarray(text, np.uint32) for text in texts])})
+
+
+def counted(found: Cooccurrences) -> dict[tuple[int, int], float]:
+    pairs = list(zip(found.rows.tolist(), found.columns.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs), "a pair comes once"
+    return dict(zip(pairs, found.counts.tolist(), strict=True))
+
+
+def by_dict(corpus: Ragged, window: int, symmetric: bool) -> dict[tuple[int, int], float]:
+    counts: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for row in corpus:
+        words = row["words"]
+        for i, word in enumerate(words):
+            for j in range(max(0, i - window), i):
+                counts[word, words[j]] += 1 / (i - j)
+                if symmetric:
+                    counts[words[j], word] += 1 / (i - j)
+    return dict(counts)
+
+
+@pytest.fixture
+def texts() -> Ragged:
+    random = np.random.default_rng(0)
+    lengths = [0, 1, 2, 700, 3, 0, 300, 1]
+    return corpus_of(*(np.minimum(random.zipf(1.3, n), 600) - 1 for n in lengths))
+
+
+def test_three_words_by_hand() -> None:
+    found = count_cooccurrences(corpus_of([7, 300, 7], [300, 7]), window=2)
+    # 7-300 stand beside each other in the first text twice, in the second once; 7 and 7 two apart, for both of them
+    assert counted(found) == {(7, 300): 3, (300, 7): 3, (7, 7): 1}
+    later = count_cooccurrences(corpus_of([7, 300, 7], [300, 7]), window=2, symmetric=False)
+    assert counted(later) == {(300, 7): 1, (7, 300): 2, (7, 7): 0.5}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("window", [1, 4, 15])
+@pytest.mark.parametrize("memory", [1, 64 * SLOT, 1000 * SLOT, 1 << 24])
+def test_they_are_those_of_a_dict(texts: Ragged, window: int, symmetric: bool, memory: int) -> None:
+    found = counted(count_cooccurrences(texts, window=window, symmetric=symmetric, memory=memory))
+    exact = by_dict(texts, window, symmetric)
+    assert found.keys() == exact.keys()
+    assert list(found.values()) == pytest.approx([exact[pair] for pair in found], rel=1e-6)
+
+
+def test_the_bits_do_not_depend_on_the_memory(texts: Ragged, monkeypatch: pytest.MonkeyPatch) -> None:
+    spilled: list[int] = []
+    spill = cooccurrence._spill
+    monkeypatch.setattr(cooccurrence, "_spill", lambda *given: spilled.append(spill(*given)) or spilled[-1])
+    whole = count_cooccurrences(texts)
+    assert len(spilled) == 1
+    monkeypatch.setattr(cooccurrence, "_PAIRS_AT_ONCE", 7)  # pairs of several runs meet where a piece of the merge ends
+    monkeypatch.setattr(cooccurrence, "_WORDS_AT_ONCE", 10)
+    parts = count_cooccurrences(texts, memory=128 * SLOT)
+    assert len(spilled) > 50
+    for name, column in whole.data().items():
+        assert np.array_equal(column, parts.data()[name]), name
+
+
+def test_a_part_of_the_corpus(texts: Ragged) -> None:
+    part = texts.take([6, 3])
+    assert counted(count_cooccurrences(part, window=3)) == pytest.approx(by_dict(part, 3, True), rel=1e-6)
+
+
+def test_pairs_come_by_cells() -> None:
+    random = np.random.default_rng(1)
+    found = count_cooccurrences(corpus_of(random.integers(1000, size=20_000)), symmetric=False)
+    cells = (found.rows >> 8).astype(np.int64) * 4 + (found.columns >> 8)
+    changes = np.flatnonzero(np.diff(cells)) + 1
+    assert len(changes) + 1 == len(np.unique(cells)) == 16
+    assert (np.diff(cells[[0, *changes]]) < 0).any(), "cells come in another order than their numbers"
+    for inside in np.split((found.rows & 255).astype(float), changes):
+        assert abs(np.corrcoef(inside, np.arange(len(inside)))[0, 1]) < 0.05, "and pairs in a cell"
+    both = count_cooccurrences(corpus_of(random.integers(1000, size=20_000)))
+    low, high = np.minimum(both.rows, both.columns) >> 8, np.maximum(both.rows, both.columns) >> 8
+    assert np.count_nonzero(np.diff(low * 4 + high)) == 9, "a cell and its mirror image come together"
+
+
+def test_the_order_is_one_of_all_pairs() -> None:
+    keys = np.random.default_rng(0).integers(1 << 64, size=100_000, dtype=np.uint64)
+    assert len(np.unique(cooccurrence._places(keys))) == len(np.unique(keys))
+    low = np.arange(1 << 16, dtype=np.uint64)  # all of one cell
+    inside = cooccurrence._places((low >> np.uint64(8)) << np.uint64(32) | low & np.uint64(255))
+    assert np.array_equal(np.sort(inside & np.uint64(0xFFFF)), low)
+
+
+def test_arrays_are_writeable_and_leave_no_file(texts: Ragged, tmp_path: Any) -> None:
+    found = count_cooccurrences(texts, folder=str(tmp_path), memory=64 * SLOT)
+    before = found.counts.copy()
+    found.counts[0] = 5
+    assert found.counts[0] == 5
+    assert np.array_equal(found.counts[1:], before[1:])
+    assert (found.rows.dtype, found.columns.dtype, found.counts.dtype) == (np.uint32, np.uint32, np.float32)
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress(texts: Ragged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cooccurrence, "_WORDS_AT_ONCE", 400)
+    seen: list[tuple[int, int]] = []
+    count_cooccurrences(texts, progress=lambda done, words: seen.append((done, words)))
+    assert seen == [(400, 1007), (800, 1007), (1007, 1007)]
+
+
+def test_bad_input(texts: Ragged, tmp_path: Any) -> None:
+    with pytest.raises(BadInput, match="no text of the corpus has two words"):
+        count_cooccurrences(corpus_of([3], [], [4]))
+    with pytest.raises(BadInput, match="window must be a whole number of at least 1, not 0"):
+        count_cooccurrences(texts, window=0)
+    with pytest.raises(BadInput, match="memory must be a whole number of bytes, not '1GB'"):
+        count_cooccurrences(texts, memory="1GB")  # type: ignore[arg-type]
+    with pytest.raises(ManyhandsError, match="cannot write .* to .*: No such file or directory. Give folder="):
+        count_cooccurrences(texts, folder=str(tmp_path / "none"))
