@@ -84,26 +84,31 @@ def test_a_part_of_the_corpus(texts: Ragged) -> None:
     assert counted(count_cooccurrences(part, window=3)) == pytest.approx(by_dict(part, 3, True), rel=1e-6)
 
 
-def test_pairs_come_by_cells() -> None:
+def test_pairs_come_in_rounds_of_cells() -> None:
     random = np.random.default_rng(1)
-    found = count_cooccurrences(corpus_of(random.integers(1000, size=20_000)), symmetric=False)
-    cells = (found.rows >> 8).astype(np.int64) * 4 + (found.columns >> 8)
+    found = count_cooccurrences(corpus_of(random.integers(8000, size=100_000)), symmetric=False)
+    cells = (found.rows >> 11).astype(np.int64) * 4 + (found.columns >> 11)
     changes = np.flatnonzero(np.diff(cells)) + 1
-    assert len(changes) + 1 == len(np.unique(cells)) == 16
-    assert (np.diff(cells[[0, *changes]]) < 0).any(), "cells come in another order than their numbers"
-    for inside in np.split((found.rows & 255).astype(float), changes):
-        assert abs(np.corrcoef(inside, np.arange(len(inside)))[0, 1]) < 0.05, "and pairs in a cell"
-    both = count_cooccurrences(corpus_of(random.integers(1000, size=20_000)))
-    low, high = np.minimum(both.rows, both.columns) >> 8, np.maximum(both.rows, both.columns) >> 8
-    assert np.count_nonzero(np.diff(low * 4 + high)) == 9, "a cell and its mirror image come together"
+    visits = cells[[0, *changes]].reshape(8, 16)
+    assert (visits == visits[0]).all(), "each of 8 rounds goes through the 16 cells"
+    assert len(np.unique(visits[0])) == 16
+    assert (np.diff(visits[0]) < 0).any(), "cells come in another order than their numbers"
+    lengths = np.diff([0, *changes, len(cells)])
+    assert lengths.min() > 0.85 * lengths.mean(), "of a cell, each round has an eighth"
+    for inside in np.split((found.rows & 2047).astype(float), changes):
+        assert abs(np.corrcoef(inside, np.arange(len(inside)))[0, 1]) < 0.05, "and pairs in a cell come as if at random"
+    both = count_cooccurrences(corpus_of(random.integers(8000, size=100_000)))
+    low, high = np.minimum(both.rows, both.columns) >> 11, np.maximum(both.rows, both.columns) >> 11
+    assert np.count_nonzero(np.diff(low * 4 + high)) == 8 * 10 - 1, "a cell and its mirror image come together"
 
 
 def test_the_order_is_one_of_all_pairs() -> None:
     keys = np.random.default_rng(0).integers(1 << 64, size=100_000, dtype=np.uint64)
     assert len(np.unique(cooccurrence._places(keys))) == len(np.unique(keys))
-    low = np.arange(1 << 16, dtype=np.uint64)  # all of one cell
-    inside = cooccurrence._places((low >> np.uint64(8)) << np.uint64(32) | low & np.uint64(255))
-    assert np.array_equal(np.sort(inside & np.uint64(0xFFFF)), low)
+    low = np.arange(1 << 22, dtype=np.uint64)  # all of one cell
+    inside = cooccurrence._places((low >> np.uint64(11)) << np.uint64(32) | low & np.uint64(2047))
+    inside = (inside >> np.uint64(61)) << np.uint64(19) | inside & np.uint64((1 << 19) - 1)
+    assert np.array_equal(np.sort(inside), low)
 
 
 def test_arrays_are_writeable_and_leave_no_file(texts: Ragged, tmp_path: Any) -> None:

@@ -29,7 +29,10 @@ def test_gathered_rows_have_the_bits_of_indexing():
     assert isinstance(batch, tuple)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int8", "uint8", "bool", "complex64", ">f4", ">i8"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", "float16", "int8", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", ">f4", ">i8"],
+)
 def test_numpy_columns_become_tensors_of_their_dtype(dtype):
     array = (np.arange(10).reshape(5, 2) % 2).astype(dtype)
     for indices in (INDICES, range(1, 4)):

@@ -1,0 +1,116 @@
+"""GloVe: the rule by hand, the reference, and vectors of planted topics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.data.cooccurrence import count_cooccurrences
+from manyhands.data.ragged import Ragged
+from manyhands.errors import BadInput
+from manyhands.kernels.glove import Glove, GloveModel, reference_step
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+BATCH = {
+    "rows": torch.tensor([3, 0, 3, 5, 0, 6, 3], dtype=torch.uint32),
+    "columns": torch.tensor([1, 1, 4, 0, 5, 4, 1], dtype=torch.uint32),
+    "counts": torch.tensor([4.0, 250.0, 0.5, 1.0, 3.0, 100.0, 2.0]),
+}
+KERNELS = {
+    "usual": Glove(words=8, dim=5, dtype="float64"),
+    "one number": Glove(words=7, dim=1, x_max=10, alpha=0.5, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+def test_it_is_a_kernel(check: str, kernel: str) -> None:
+    KERNEL_SUITE[check](KernelCase(kernel=KERNELS[kernel], batch=BATCH, reference=reference_step))
+
+
+def test_one_pair_by_hand() -> None:
+    """w = 2, c = .5, b = .2, d = -.1; a count of e, x_max = 16 e, alpha = .5: f = 1/4. The error is 1 + .1 - 1 = .1."""
+    kernel = Glove(words=2, dim=1, x_max=16 * math.e, alpha=0.5, dtype="float64")
+    rows = {
+        "words": np.array([[2.0], [9.0]]),
+        "word_bias": np.array([[0.2], [9.0]]),
+        "word_sums": np.array([[4.0, 1.0], [9.0, 9.0]]),
+        "contexts": np.array([[9.0], [0.5]]),
+        "context_bias": np.array([[9.0], [-0.1]]),
+        "context_sums": np.array([[9.0, 9.0], [16.0, 25.0]]),
+    }
+    batch = kernel.prepare({"rows": [0], "columns": [1], "counts": [math.e]}, 0)
+    cost = 0.25 * 0.1**2 / 2
+    assert kernel.measure(rows, batch) == {"loss": (pytest.approx(cost), 1)}
+    assert kernel.step(rows, batch, 0.4) == pytest.approx(cost)
+    move = 0.4 * 0.25 * 0.1  # rate · f · error, times the other number
+    assert rows["words"].ravel() == pytest.approx([2 - move * 0.5 / 2, 9])
+    assert rows["contexts"].ravel() == pytest.approx([9, 0.5 - move * 2 / 4])
+    assert rows["word_bias"].ravel() == pytest.approx([0.2 - move, 9])
+    assert rows["context_bias"].ravel() == pytest.approx([9, -0.1 - move / 5])
+    assert rows["word_sums"][0] == pytest.approx([4 + (move * 0.5) ** 2, 1 + move**2])
+    assert rows["context_sums"][1] == pytest.approx([16 + (move * 2) ** 2, 25 + move**2])
+
+
+def test_a_pair_weighs_as_the_paper_says() -> None:
+    kernel = Glove(words=1, x_max=100, alpha=0.75)
+    counts = [0.01, 1, 99.9, 100, 101, 1e6]
+    batch = kernel.prepare({"rows": [0] * 6, "columns": [0] * 6, "counts": counts}, 0)
+    assert batch["weights"] == pytest.approx([(x / 100) ** 0.75 if x < 100 else 1 for x in counts], rel=1e-5)
+    assert batch["logs"] == pytest.approx(np.log(counts), rel=1e-6)
+
+
+def test_words_of_planted_topics_are_found_together() -> None:
+    """Texts are of 4 topics with 25 words each, the numbers of which are dealt at random."""
+    random = np.random.default_rng(0)
+    topic = random.permutation(100) % 4
+    members = [np.flatnonzero(topic == t) for t in range(4)]
+    texts = np.stack([random.choice(members[t], 40) for t in random.integers(4, size=1000)])
+    noise = random.random(texts.shape) < 0.2
+    texts[noise] = random.integers(100, size=noise.sum())
+    corpus = Ragged(np.arange(1001) * 40, {"words": texts.reshape(-1).astype(np.uint32)})
+    run = mh.train(
+        kernel=Glove(words=100, dim=10),
+        rate=0.05,
+        train_data=count_cooccurrences(corpus, window=5).data(),
+        batch_size=1000,
+        epochs=20,
+        strategy="solo",
+    )
+    assert isinstance(run.model, GloveModel)
+    tables = run.model.tables()
+    vectors = run.model.vectors()
+    assert np.array_equal(vectors, tables["words"] + tables["contexts"])
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    similar = vectors @ vectors.T
+    np.fill_diagonal(similar, -1)
+    nearest = np.argsort(-similar, 1)[:, :10]
+    assert (topic[nearest] == topic[:, None]).mean() > 0.97
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": [8]}, "field 'rows' must be from 0 to 7"),
+        ({"columns": [9]}, "field 'columns' must be from 0 to 7"),
+        ({"counts": [0.0]}, "counts must be above 0, and one is 0.0"),
+        ({"counts": [math.nan]}, "counts must be above 0, and one is nan"),
+        ({"counts": None}, "no field counts; it has rows, columns"),
+    ],
+)
+def test_bad_batches(change: dict[str, Any], words: str) -> None:
+    batch = {"rows": [0], "columns": [0], "counts": [1.0]} | change
+    given = {name: np.asarray(column) for name, column in batch.items() if column is not None}
+    with pytest.raises(BadInput, match=words):
+        KERNELS["usual"].prepare(given, 0)
+
+
+@pytest.mark.parametrize("change", [{"words": 0}, {"dim": 2.5}, {"x_max": 0}, {"alpha": math.inf}])
+def test_bad_options(change: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(change))):
+        Glove(**{"words": 3} | change)
