@@ -1,5 +1,6 @@
 """data/readers/arrays.py: columns in memory."""
 
+import math
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -33,8 +34,9 @@ def test_gathered_rows_have_the_bits_of_indexing():
     "dtype",
     ["float64", "float32", "float16", "int8", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", ">f4", ">i8"],
 )
-def test_numpy_columns_become_tensors_of_their_dtype(dtype):
-    array = (np.arange(10).reshape(5, 2) % 2).astype(dtype)
+@pytest.mark.parametrize("shape", [(5,), (5, 2)])
+def test_numpy_columns_become_tensors_of_their_dtype(dtype, shape):
+    array = (np.arange(math.prod(shape)).reshape(shape) % 2).astype(dtype)
     for indices in (INDICES, range(1, 4)):
         batch = Columns(array).take(indices)
         assert batch.dtype == torch.from_numpy(array.astype(np.dtype(dtype).newbyteorder("="))).dtype
