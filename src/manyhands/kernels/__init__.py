@@ -12,9 +12,18 @@ if TYPE_CHECKING:
     from manyhands.kernels.ffm import FFM as FFM
     from manyhands.kernels.fm import FM as FM
     from manyhands.kernels.glove import Glove as Glove
+    from manyhands.kernels.kmeans import KMeans as KMeans
     from manyhands.kernels.linear import Linear as Linear
 
-_WHERE = {"Cuts": "cuts", "FFM": "ffm", "FM": "fm", "Factors": "factors", "Glove": "glove", "Linear": "linear"}
+_WHERE = {
+    "Cuts": "cuts",
+    "FFM": "ffm",
+    "FM": "fm",
+    "Factors": "factors",
+    "Glove": "glove",
+    "KMeans": "kmeans",
+    "Linear": "linear",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,106 @@
+"""Mini-batch k-means: the rule by hand, the reference, planted clusters, and how centres begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.errors import BadInput
+from manyhands.kernels.kmeans import KMeans, KMeansModel, plus_plus, reference_step, sampled
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+
+POINTS = torch.from_numpy(np.random.default_rng(0).normal(size=(23, 3)))
+KERNELS = {
+    "one batch": KMeans(initial=POINTS.numpy()[:4], dtype="float64"),
+    "small batches": KMeans(initial=POINTS.numpy()[:2] + 0.1, minibatch=5, dtype="float64"),
+    "one cluster": KMeans(initial=np.ones((1, 3)), minibatch=1, dtype="float64"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("check", KERNEL_SUITE)
+def test_it_is_a_kernel(check: str, kernel: str) -> None:
+    KERNEL_SUITE[check](KernelCase(kernel=KERNELS[kernel], batch=POINTS, reference=reference_step, rate=1.0))
+
+
+def test_two_centres_by_hand() -> None:
+    """Centres at 0 and 10. Of the rows 1, 3, 8, 5.1 the first two go to 0, the others to 10, also when it has moved."""
+    kernel = KMeans(initial=np.array([[0.0], [10.0]]), dtype="float64")
+    rows = {"moves": np.zeros((2, 1)), "counts": np.zeros((2, 1))}
+    batch = kernel.prepare(np.array([[1.0], [3.0], [8.0], [5.1]]), 0)
+    assert kernel.measure(rows, batch)["loss"] == (pytest.approx((1 + 9 + 4 + 4.9**2) / 4), 4)
+    assert kernel.step(rows, batch, 1.0) == pytest.approx(1 + 9 + 4 + 4.9**2)
+    assert (kernel.initial + rows["moves"]).ravel() == pytest.approx([2, 6.55]), "means of the rows"
+    assert rows["counts"].ravel().tolist() == [2, 2]
+    kernel.step(rows, kernel.prepare(np.array([[5.0]]), 0), 0.5)
+    assert (kernel.initial + rows["moves"]).ravel() == pytest.approx([2, 6.55 + 0.5 / 3 * (5 - 6.55)])
+
+
+def planted(random: np.random.Generator) -> tuple[Any, Any]:
+    centres = np.stack(np.meshgrid([-10, 0, 10], [-10, 0, 10]), -1).reshape(-1, 2).astype(float)
+    of = random.integers(9, size=5000)
+    return centres, (centres[of] + random.normal(size=(5000, 2))).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["array", "column"])
+def test_planted_clusters_are_found(form: str) -> None:
+    centres, points = planted(np.random.default_rng(0))
+    run = mh.train(
+        kernel=KMeans(initial=plus_plus(points, 9, 0), minibatch=100),
+        rate=1.0,
+        train_data=points if form == "array" else {"points": points},
+        test_data=points if form == "array" else {"points": points},
+        batch_size=500,
+        strategy="solo",
+    )
+    assert isinstance(run.model, KMeansModel)
+    found = run.model.centres()
+    distances = np.linalg.norm(found[:, None] - centres, axis=2)
+    assert sorted(distances.argmin(1)) == list(range(9))
+    assert distances.min(1).max() < 0.25
+    assert np.array_equal(run.model.nearest(points[:100]), np.linalg.norm(points[:100, None] - found, axis=2).argmin(1))
+    assert 1.8 < run.metrics["test_loss"] < 2.2, "the variance of two numbers"
+    assert run.model.tables()["counts"].sum() == 5000
+
+
+def test_how_centres_begin() -> None:
+    centres, points = planted(np.random.default_rng(0))
+    begun = plus_plus(points, 9, 0)
+    assert {tuple(row) for row in begun} <= {tuple(row) for row in points}
+    assert len(set(np.linalg.norm(begun[:, None] - centres, axis=2).argmin(1))) >= 8
+    assert np.array_equal(begun, plus_plus(torch.from_numpy(points), 9, 0))
+    assert not np.array_equal(begun, plus_plus(points, 9, 1))
+    drawn = sampled(points, 5000, 0)
+    assert np.array_equal(np.sort(drawn, 0), np.sort(points, 0)), "all rows, none twice"
+    assert plus_plus(np.ones((5, 2)), 3, 0).tolist() == [[1, 1]] * 3
+    for begin in (sampled, plus_plus):
+        with pytest.raises(BadInput, match="from 1 to the number of rows, 5,000, not 5001"):
+            begin(points, 5001, 0)
+        with pytest.raises(BadInput, match="takes an array"):
+            begin(np.zeros(4), 1, 0)
+
+
+def test_kernels_that_begin_otherwise_are_others() -> None:
+    one, other = (KMeans(initial=np.full((300, 50), fill)) for fill in (0.0, 1.0))
+    assert one != other
+    assert repr(one) != repr(other)
+    assert one == KMeans(initial=np.zeros((300, 50)))
+    assert len({one, other}) == 2
+
+
+def test_bad_input() -> None:
+    for initial in (np.zeros(3), np.zeros((0, 2)), np.array([["a"]]), [[np.nan]]):
+        with pytest.raises(BadInput, match="initial must be"):
+            KMeans(initial=initial)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="minibatch must be"):
+        KMeans(initial=np.zeros((1, 1)), minibatch=0)
+    kernel = KERNELS["one batch"]
+    for batch in (torch.zeros(4, 2), torch.zeros(4, 3, 1), {"points": torch.zeros(4)}):
+        with pytest.raises(BadInput, match=r"\[rows, "):
+            kernel.prepare(batch, 0)
+    with pytest.raises(BadInput, match="no field points; it has x"):
+        kernel.prepare({"x": torch.zeros(4, 3)}, 0)
