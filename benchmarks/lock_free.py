@@ -201,10 +201,10 @@ class WaitingCuts(Waits, Cuts):
     def tables(self) -> dict[str, Rows]:
         return super().tables() | self.extra(len(self.known), ("nodes", "others"))
 
-    def initial(self, table: str, keys: Any, seed: int) -> Array:
+    def initial_rows(self, table: str, keys: Any, seed: int) -> Array:
         tables = self.tables()
         found: Array = (
-            super().initial(table, keys, seed)
+            super().initial_rows(table, keys, seed)
             if table == "points"
             else np.zeros((len(keys), tables[table].dim), np.float32)
         )

@@ -40,6 +40,24 @@ def _free(context: Any, locks: Any, key: Any) -> Any:
     return numba.types.void(locks, key), generate
 
 
+def _load(context: Any, locks: Any, key: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 4)
+
+    return numba.types.int32(locks, key), generate
+
+
+def _store(context: Any, locks: Any, key: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        number = context.cast(builder, arguments[2], signature.args[2], numba.types.int32)
+        builder.store_atomic(number, builder.gep(data, [arguments[1]]), "release", 4)
+        return context.get_dummy_value()
+
+    return numba.types.void(locks, key, value), generate
+
+
 def _look(context: Any, locks: Any, key: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -53,6 +71,10 @@ take: Any = intrinsic(_take)
 """take(locks, key): whether the lock was free, and is held now."""
 release: Any = intrinsic(_free)
 """release(locks, key): by who holds it."""
+load: Any = intrinsic(_load)
+"""load(numbers, key): int32, read anew each time; what its writer did before is seen."""
+store: Any = intrinsic(_store)
+"""store(numbers, key, value): by the only one who may write it now."""
 is_free: Any = intrinsic(_look)
 """is_free(locks, key): read anew each time, which a plain read in a loop need not be."""
 

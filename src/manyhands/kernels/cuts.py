@@ -60,8 +60,8 @@ class Cuts(Kernel):
         return {"points": Rows(fields=fields, rows=len(self.known), dim=self.classes, initial=share, dtype=self.dtype)}
 
     @override
-    def initial(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
-        found = super().initial(table, keys, seed)
+    def initial_rows(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
+        found = super().initial_rows(table, keys, seed)
         known = self.known[np.asarray(keys)]
         corners = np.eye(self.classes, dtype=self.dtype)
         found[known >= 0] = corners[known[known >= 0]]

@@ -254,13 +254,15 @@ def _merge(shared: Array, own: Array, before: Array, first: int) -> None:
     """Add own - before to what is shared, and make all three that. `first`: where to begin, so that workers that merge at
     the same time are not at the same place.
 
-    Where nobody else wrote since, `own` is taken as it is: a worker alone gets the bits of steps in place.
+    Where nobody else wrote since, `own` is taken as it is: a worker alone gets the bits of steps in place. What this
+    worker has not moved is not written: another's move there cannot be lost.
     """
     for start, stop in ((np.uint64(first), np.uint64(len(shared))), (np.uint64(0), np.uint64(first))):
         for i in range(start, stop):
-            now, was, mine = shared[np.uint64(i)], before[np.uint64(i)], own[np.uint64(i)]
-            merged = mine if now == was else now + (mine - was)
-            shared[np.uint64(i)] = merged
+            merged, was, mine = shared[np.uint64(i)], before[np.uint64(i)], own[np.uint64(i)]
+            if mine != was:
+                merged = mine if merged == was else merged + (mine - was)
+                shared[np.uint64(i)] = merged
             own[np.uint64(i)] = merged
             before[np.uint64(i)] = merged
 

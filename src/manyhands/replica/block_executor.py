@@ -71,7 +71,7 @@ class BlockExecutor(StepExecutor):
         """[keys of a block, dim]: how they begin, zeros where a block has one less."""
         there = np.flatnonzero(keys >= 0)
         found = np.zeros((len(keys), rows.dim), rows.dtype)
-        found[there] = self.kernel.initial(table, keys[there], self._seed)
+        found[there] = self.kernel.initial_rows(table, keys[there], self._seed)
         return torch.from_numpy(found)
 
     def _slot(self, table: str, column_block: int) -> Tensor:

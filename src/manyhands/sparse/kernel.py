@@ -66,7 +66,7 @@ class Kernel(ABC):
         """What the mean loss of a prepared batch of so many rows is a mean of. Default: rows."""
         return float(rows)
 
-    def initial(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
+    def initial_rows(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
         """[len(keys), dim]: how the rows of these keys of a table begin. Default: as its `Rows` say."""
         return initial_rows(self.tables()[table], table, seed, keys)
 
@@ -82,7 +82,7 @@ class KernelModel(nn.Module):
         super().__init__()
         self.kernel = kernel
         for name, rows in kernel.tables().items():
-            began = kernel.initial(name, range(rows.rows), seed)
+            began = kernel.initial_rows(name, range(rows.rows), seed)
             self.register_parameter(name, nn.Parameter(torch.from_numpy(began)))
 
     def tables(self) -> dict[str, NDArray[Any]]:

@@ -50,7 +50,7 @@ def check_tables_begin_as_the_seed_says(case: KernelCase) -> None:
             expect(not np.array_equal(first[name], other[name]), f"{name} begins alike with another seed")
         some = np.arange(rows.rows)[::-3]
         expect(
-            np.array_equal(case.kernel.initial(name, some, SEED), first[name][some]),
+            np.array_equal(case.kernel.initial_rows(name, some, SEED), first[name][some]),
             f"{name} depends on more than keys",
         )
 
