@@ -59,6 +59,19 @@ def test_each_row_is_trained_once_an_epoch_and_the_loss_falls(strategy: str) -> 
         assert 0 <= lost <= (20 if strategy == "hogwild" else 0)
 
 
+def test_steps_without_locks_report_how_rarely_rows_meet() -> None:
+    """A row touches a user and an item; it meets those that have one of the two."""
+    run, data = trained("hogwild", workers=1), rows_of_products(ROWS)
+    meets = [
+        np.mean((data["user"] == u) | (data["item"] == i)) for u, i in zip(data["user"], data["item"], strict=True)
+    ]
+    most = max(np.bincount(data[field]).max() for field in ("user", "item")) / ROWS
+    expected = {"omega": 2, "delta": most, "rho": max(meets), "rho_at_most": max(meets), "rows": ROWS}
+    assert run.info["sparsity"] == pytest.approx(expected)
+    assert "Ω 2" in run.summary()
+    assert "sparsity" not in trained("solo", workers=1).info
+
+
 def test_one_worker_of_solo_hogwild_and_local_sgd_has_the_kernels_bits() -> None:
     solo, hogwild, local_sgd = (trained(strategy, workers=1) for strategy in ("solo", "hogwild", "local-sgd"))
     assert same(solo, hogwild)

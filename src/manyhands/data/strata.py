@@ -130,7 +130,8 @@ class Strata(Source):
             sizes += np.bincount(cell, minlength=count * count)
             own = np.flatnonzero((cell >= self._own.start * count) & (cell < self._own.stop * count))
             kept = {name: array[own] for name, array in arrays.items()}
-            kept |= {row_field: row_place[kept[row_field]], column_field: column_place[kept[column_field]]}
+            for field, place in ((row_field, row_place), (column_field, column_place)):
+                kept[field] = place[kept[field]].astype(kept[field].dtype)  # as it was: one compiled step is enough
             found.append(kept)
             cells.append(cell[own] - self._own.start * count)
         order = np.argsort(np.concatenate(cells), kind="stable")

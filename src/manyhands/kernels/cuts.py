@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from manyhands.errors import BadInput, is_whole
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, check_keys, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, TouchedKeys, check_keys, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -75,6 +75,13 @@ class Cuts(Kernel):
         free = {f"{field}_free": self.known[found[field]] < 0 for field in ("nodes", "others")}
         found["weights"] = np.ascontiguousarray(found["weights"], self.dtype)
         return found | free
+
+    @override
+    def touched(self, batch: Any) -> TouchedKeys:
+        """Both ends of an edge, which are nodes of one table."""
+        arrays = self.prepare(batch, 0)
+        ends = np.stack([arrays["nodes"], arrays["others"]], 1).astype(np.uint32)
+        return TouchedKeys(ends.ravel(), len(self.known), 2)
 
     @override
     def step(self, rows: Arrays, batch: Arrays, rate: float) -> float:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from manyhands.data.csr import Csr
 from manyhands.errors import BadInput, UnknownName, is_number, is_whole
 from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.kernel import Arrays, Kernel
+from manyhands.sparse.kernel import Arrays, Kernel, Touched
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -148,6 +148,12 @@ class Linear(Kernel):
         )
         n = len(batch["rows"])
         return {"loss": (loss / n, n), "accuracy": (right / n, n)}
+
+    @override
+    def touched(self, batch: Any) -> Touched:
+        """A row's features."""
+        assert isinstance(batch, Csr)
+        return batch
 
     def _tables(self, rows: Arrays) -> tuple[Array, Array]:
         weights = rows["weights"].ravel()

@@ -69,6 +69,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_cores(facts),
         *_batch(facts),
         *_cells(facts),
+        *_sparsity(facts),
         *_stages(facts),
         *_plan(facts),
         *_time(facts),
@@ -120,6 +121,18 @@ def _cells(facts: dict[str, Any]) -> Lines:
     uneven = f"the slowest worker of each step has {units.number(cells['imbalance'])} times its share of the rows"
     blocks = cells["blocks"]
     return [("cells", f"{blocks * blocks:,} of {units.count(blocks, 'block')} of each field; {uneven}")]
+
+
+def _sparsity(facts: dict[str, Any]) -> Lines:
+    """HOGWILD!'s numbers, where workers step without locks."""
+    found = facts["info"].get("sparsity")
+    if not found:
+        return []
+    rho = units.number(found["rho"])
+    if found["rho_at_most"] > found["rho"]:
+        rho = f"{rho} to {units.number(found['rho_at_most'])}"
+    whose = f" (of the first {found['rows']:,} rows)" if found["rows"] < facts["info"].get("rows", 0) else ""
+    return [("sparsity", f"Ω {found['omega']:,}   Δ {units.number(found['delta'])}   ρ {rho}{whose}")]
 
 
 def _stages(facts: dict[str, Any]) -> Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,38 @@ from manyhands.sparse.rows import Rows
 
 Arrays = Mapping[str, NDArray[Any]]
 Measures = Mapping[str, tuple[float, float] | Summed]
+
+
+class Touched(Protocol):
+    """Which keys each row of the data touches: row i of numbers() those in keys[offsets[i]:offsets[i + 1]], below `features`."""
+
+    @property
+    def offsets(self) -> NDArray[Any]: ...
+    @property
+    def keys(self) -> NDArray[Any]: ...
+    @property
+    def features(self) -> int: ...
+    def numbers(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TouchedKeys:
+    """Of rows that all touch equally many keys."""
+
+    keys: NDArray[Any]  # of all rows, one after the other
+    features: int
+    each: int
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        return np.arange(0, len(self.keys) + 1, self.each, dtype=np.int64)
+
+    def numbers(self) -> NDArray[np.int64]:
+        return np.arange(len(self), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.keys) // self.each
 
 
 class Kernel(ABC):
@@ -65,6 +97,18 @@ class Kernel(ABC):
     def weight(self, batch: Arrays, rows: int) -> float:
         """What the mean loss of a prepared batch of so many rows is a mean of. Default: rows."""
         return float(rows)
+
+    def touched(self, batch: Any) -> Touched | None:
+        """Which keys each row of a batch of the data touches, those of all fields numbered one behind the other. None: a row
+        is no single step. Default: of data whose rows have one key in each field."""
+        sizes = {field: rows.rows for rows in self.tables().values() for field in rows.fields}
+        arrays = self.prepare(batch, 0)
+        columns = [arrays[field].astype(np.uint32) for field in sizes]
+        if not columns or any(len(column) != len(columns[0]) for column in columns):
+            return None
+        begins = np.cumsum([0, *sizes.values()])
+        numbered = [column + np.uint32(begin) for column, begin in zip(columns, begins, strict=False)]
+        return TouchedKeys(np.stack(numbered, 1).ravel(), int(begins[-1]), len(columns))
 
     def initial_rows(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> NDArray[Any]:
         """[len(keys), dim]: how the rows of these keys of a table begin. Default: as its `Rows` say."""

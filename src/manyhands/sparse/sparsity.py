@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.sparse.compile import compiled
-
-if TYPE_CHECKING:
-    from manyhands.data.csr import Csr
+from manyhands.sparse.kernel import Touched
 
 Array = NDArray[Any]
 
@@ -42,8 +40,8 @@ class Sparsity:
         return self.rho == self.rho_at_most
 
 
-def sparsity(rows: Csr, *, seconds: float = 2.0) -> Sparsity:
-    """Ω, Δ and ρ of these rows. ρ is exact where branch and bound ends within `seconds`, else between two bounds.
+def sparsity(rows: Touched, *, seconds: float = 2.0) -> Sparsity:
+    """Ω, Δ and ρ of rows and the keys that they touch, which a `Csr` is, too. ρ is exact where branch and bound ends within `seconds`, else between two bounds.
 
     A row meets at most as many rows as its features have in sum. Rows are counted out in falling order of this bound,
     until the next one's bound is no more than the most that was found.

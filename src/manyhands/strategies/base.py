@@ -52,6 +52,7 @@ class Traits:
     period: str = ""  # the options that set the steps between exchanges
     exact: bool = False  # N workers compute what one does
     drops: bool = False  # gradients that come too late have no effect
+    lock_free: bool = False  # workers write to one memory at once: how rarely they meet there is worth knowing
     adds: bool = False  # windows of several workers add up, and longer ones make the steps larger
     outer_steps: bool = False  # the answer takes steps of its own, along the replicas' means
     follows: bool = False  # the answer follows replicas that are meant to differ from it

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import server_strategy
-from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy
+from manyhands.strategies.base import Change, Leasing, Needs, State, StepResult, Strategy, Traits
 from manyhands.worker import Worker
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Hogwild(Strategy):
     summary: ClassVar[str] = "nothing: the parameters lie in shared memory"
     consistency: ClassVar[str] = "lock-free"
     needs: ClassVar[Needs] = Needs(one_host=True, elementwise=False)
+    traits: ClassVar[Traits] = Traits(lock_free=True)
 
     def __post_init__(self) -> None:
         server_strategy.check_whole(self.name, 0, warmup=self.warmup)

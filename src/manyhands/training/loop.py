@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from manyhands.comm.group import Ledger
 from manyhands.data.feed import Feed, Slice
 from manyhands.data.leases import Segment
 from manyhands.data.slice_ledger import Place, SliceLedger
+from manyhands.data.source import Indexed, Pick, Reading
 from manyhands.data.strata import Strata
 from manyhands.engines import cores
 from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
@@ -52,6 +54,7 @@ from manyhands.training.validation import Validator
 from manyhands.worker import Worker
 from manyhands.worker_callback import WorkerCallback
 
+SPARSITY_ROWS, SPARSITY_S = 1_000_000, 0.5  # of so many rows at most it is found, in about so many seconds
 COLLECT_EVERY = 1000  # ticks between collections of all ranks' events where every rank is its own driver
 
 
@@ -842,6 +845,7 @@ class Loop:
             "loader_option": loading.option,
             "clip_norm": self.task.clip_norm,
             **self._cells(),
+            **self._sparsity(),
             **self.replica.executor.facts(),
         }
 
@@ -851,6 +855,24 @@ class Loop:
         if not isinstance(source, Strata):
             return {}
         return {"cells": {"blocks": source.blocks, "imbalance": source.imbalance}}
+
+    def _sparsity(self) -> dict[str, Any]:
+        """How rarely rows touch the same rows of tables, where a strategy steps on them without locks."""
+        kernel, source = self.task.kernel, self.train_feed.source
+        if (
+            kernel is None
+            or not self.plan.strategy.traits.lock_free
+            or self.worker.rank
+            or not isinstance(source, Indexed)
+        ):
+            return {}
+        if find_spec("numba") is None:  # a kernel of the user's own need not be compiled
+            return {}
+        from manyhands.sparse.sparsity import sparsity
+
+        rows = min(source.rows, SPARSITY_ROWS)
+        touched = kernel.touched(source.load_here(Pick(0, range(rows), rows), Reading()).batch)
+        return {} if touched is None else {"sparsity": vars(sparsity(touched, seconds=SPARSITY_S)) | {"rows": rows}}
 
     def _never_due(self) -> list[str]:
         """That the strategy's period is longer than the whole training, where it is."""
