@@ -9,7 +9,7 @@ from manyhands.kernels.fm import FM
 from manyhands.task import Task
 from manyhands.tasks.sparse_rows import entries_a_row, read_both, slice_rows
 
-NS_AN_ENTRY, NS_A_NUMBER = 5.0, 1.5  # a number of an entry's vector
+NS_AN_ENTRY, NS_A_NUMBER = 9.0, 0.7  # a number of an entry's vector
 
 
 def fm(
