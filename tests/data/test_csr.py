@@ -236,3 +236,24 @@ def test_degrees_count_the_rows_of_each_feature():
     rows = Csr([0, 2, 3, 3], [0, 2, 2], [1.0] * 3, [1, 0, 1], features=4)
     assert rows.degrees().tolist() == [1, 0, 2, 0]
     assert rows.take([1, 2]).degrees().tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"offsets": [0, 2]}, "offsets end with 2"),
+        ({"offsets": [1, 3]}, "begin with 0"),
+        ({"offsets": [0, 2, 1, 3]}, "never fall"),
+        ({"targets": [1, 2]}, "1 rows, and another number"),
+        ({"values": [1.0]}, "other numbers of entries"),
+        ({"keys": [0, 1, 2.5]}, "whole numbers"),
+        ({"keys": [0, 1, -2]}, "at least 0"),
+        ({"features": 2}, "below 2, and one is 2"),
+        ({"fields": [0, 1, 4], "field_count": 3}, "fields must be below 3"),
+    ],
+)
+def test_arrays_that_do_not_fit_together(changes, why):
+    good = {"offsets": [0, 3], "keys": [0, 1, 2], "values": [1.0] * 3, "targets": [1]}
+    assert len(Csr(**good)) == 1
+    with pytest.raises(BadInput, match=why):
+        Csr(**{**good, **changes})

@@ -13,7 +13,6 @@ from manyhands.errors import Unsupported
 try:
     import numba
     from llvmlite import ir
-    from numba.core import cgutils
     from numba.extending import intrinsic
 except ImportError as error:
     raise Unsupported(
@@ -53,7 +52,7 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
-        load: Any = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+        load = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
         builder.call(load, [address, whole(0), whole(3), whole(1)])  # to read, into all caches, data
         return context.get_dummy_value()
