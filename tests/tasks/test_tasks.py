@@ -8,17 +8,28 @@ import pytest
 from manyhands import spec, tasks
 from manyhands.task import Task
 
-FILES = {"linear": "1 1:1\n0 2:1\n", "fm": "1 1:1\n0 2:1\n", "ffm": "1 0:1:1\n0 0:2:1\n"}
+FILES = {
+    "linear": "1 1:1\n0 2:1\n",
+    "fm": "1 1:1\n0 2:1\n",
+    "ffm": "1 0:1:1\n0 0:2:1\n",
+    "factors": "users,items,ratings\n0,0,1\n",
+    "glove": "word " * 9,
+    "kmeans": "x,y\n1,2\n3,4\n",
+}
 """What tasks that need a path read."""
+OPTIONS = {"kmeans": {"clusters": "1"}}
+"""Others that they need."""
 
 
 @pytest.mark.parametrize("name", tasks.CATALOGUE)
 def test_each_name_makes_a_task_of_that_name_with_options_from_text(name, tmp_path):
     maker = spec.find(name, tasks.CATALOGUE, "task")
-    options = {"batch_size": "32", "epochs": "5"}
+    options = {"batch_size": "32", "epochs": "5", **OPTIONS.get(name, {})}
+    if name == "glove":
+        pytest.importorskip("manyhands.data.corpus")
     if name in FILES:
-        (tmp_path / "data").write_text(FILES[name])
-        options["path"] = str(tmp_path / "data")
+        (tmp_path / "data.csv").write_text(FILES[name])
+        options["path"] = str(tmp_path / "data.csv")
     task = spec.make(maker, options, f"task {name}")
     assert isinstance(task, Task)
     assert (task.name, task.batch_size, task.epochs) == (name, 32, 5)

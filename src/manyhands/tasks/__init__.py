@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from manyhands.tasks.ffm_task import ffm as ffm
     from manyhands.tasks.fm_task import fm as fm
     from manyhands.tasks.linear_task import linear as linear
+    from manyhands.tasks.factors_task import factors as factors
+    from manyhands.tasks.glove_task import glove as glove
+    from manyhands.tasks.kmeans_task import kmeans as kmeans
 
 CATALOGUE = {
     "digits": "manyhands.tasks.digits_task:digits",
@@ -18,6 +21,9 @@ CATALOGUE = {
     "linear": "manyhands.tasks.linear_task:linear",
     "fm": "manyhands.tasks.fm_task:fm",
     "ffm": "manyhands.tasks.ffm_task:ffm",
+    "factors": "manyhands.tasks.factors_task:factors",
+    "glove": "manyhands.tasks.glove_task:glove",
+    "kmeans": "manyhands.tasks.kmeans_task:kmeans",
 }
 
 SUMMARIES = {
@@ -26,6 +32,9 @@ SUMMARIES = {
     "linear": "logistic regression or a linear SVM on sparse rows of two classes: linear:path=rows.svm,loss=hinge",
     "fm": "a factorization machine on sparse rows, libsvm text: fm:path=rows.svm,k=8",
     "ffm": "a field-aware factorization machine on clicks, libffm text: ffm:path=clicks.ffm,k=4",
+    "factors": "matrix factorisation of your ratings: path=ratings.csv",
+    "glove": "word vectors of your text, from counts of words near each other: path=corpus.txt",
+    "kmeans": "mini-batch k-means of your rows: path=rows.npy,clusters=100",
 }
 
 

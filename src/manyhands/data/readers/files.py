@@ -32,7 +32,7 @@ def open_file(path: str | Path, collate: Collate | None = None) -> Source:
     what = str(path)
     suffix = Path(what).suffix.lower()
     if suffix in (".npz", ".npy"):
-        return Columns(_numpy(_here(what)), collate, what)
+        return Columns(numpy_file(what), collate, what)
     if suffix == ".txt":
         return Lines(_here(what), collate)
     return Columns(shared_files.columns_of(shared_files.find([what], KINDS), what), collate, what)
@@ -50,8 +50,9 @@ def _here(path: str) -> Path:
     return local
 
 
-def _numpy(path: Path) -> Any:
-    """The arrays of an .npz by name, or the one of an .npy, memory-mapped. Never unpickles."""
+def numpy_file(given: str) -> Any:
+    """The arrays of an .npz by name, or the one of an .npy, memory-mapped. Never unpickles; BadInput for other things."""
+    path = _here(given)
     try:
         if path.suffix.lower() == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -1,0 +1,148 @@
+"""The tasks factors, kmeans and glove: made from files, by spec strings."""
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import manyhands as mh
+from manyhands.data.ragged import Ragged
+from manyhands.errors import BadInput
+from manyhands.tasks.finding import task_of
+from manyhands.tasks.table_file import read_columns, slice_rows
+
+
+def ratings_of(count=4000):
+    random = np.random.default_rng(0)
+    users, items = random.integers(50, size=count), random.integers(40, size=count)
+    p, q = random.normal(size=(50, 2)), random.normal(size=(40, 2))
+    return {"user": users, "item": items, "rating": 3 + (p[users] * q[items]).sum(1)}
+
+
+def write(path, columns):
+    if path.suffix == ".npz":
+        np.savez(path, **columns)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path)
+    else:
+        lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npz", ".parquet"])
+def test_factors_of_a_file(tmp_path, suffix):
+    path = write(tmp_path / f"ratings{suffix}", ratings_of() | {"timestamp": np.arange(4000)})
+    spec = f"factors:path={path},users=user,items=item,ratings=rating,held_out=0.1,rank=4,ridge=0.01,epochs=40,rate=0.3"
+    task = task_of(spec)
+    assert (task.kernel.users, task.kernel.items, task.kernel.rank, task.kernel.ridge) == (50, 40, 4, 0.01)
+    assert task.batch_size_per_worker == len(task.train_data["ratings"]) // 16
+    assert 300 < len(task.validation_data["ratings"]) < 500
+    together = [np.concatenate([task.train_data[n], task.validation_data[n]]) for n in ("users", "items", "ratings")]
+    rows = sorted(zip(*(ratings_of().values()), strict=True))
+    assert np.allclose(sorted(zip(*together, strict=True)), rows, rtol=1e-6), "all ratings, each once"
+    run = mh.train(task, strategy="solo")
+    assert run.metrics["validation_rmse"] < 0.2 < ratings_of()["rating"].std()
+
+
+def test_factors_beside_a_file_of_their_own(tmp_path):
+    path = write(tmp_path / "train.csv", {"users": [0, 1, 2], "items": [0, 0, 1], "ratings": [1, 2, 3.5]})
+    other = write(tmp_path / "valid.csv", {"users": [7], "items": [3], "ratings": [4]})
+    task = task_of(f"factors:path={path},validation_path={other},biases=false,seed=3,batch_size=2")
+    assert (task.kernel.users, task.kernel.items, task.kernel.biases) == (8, 4, False)
+    assert (task.kernel.mean, task.kernel.scale) == (np.mean([1, 2, 3.5]), np.std([1, 2, 3.5]))
+    assert (task.seed, task.batch_size, task.shuffle) == (3, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        (
+            {"users": [1], "items": [1], "stars": [2]},
+            "",
+            "no column ratings; it has users, items, stars: .*ratings=NAME",
+        ),
+        ({"users": ["a"], "items": [1], "ratings": [2]}, "", "'users' .* must hold numbers, and row 1 holds 'a'"),
+        ({"users": [1.5], "items": [1], "ratings": [2]}, "", "'users' must hold keys, whole numbers from 0"),
+        ({"users": [-1], "items": [1], "ratings": [2]}, "", "'users' must hold keys, whole numbers from 0"),
+        ({"users": [1], "items": [10**9], "ratings": [2]}, "", "keys up to 1,000,000,000 in 1 rating"),
+        ({"users": [1, 1], "items": [1, 1], "ratings": [2, "x"]}, "", "'ratings' .* row 2 holds 'x'"),
+        ({"users": [1, 1], "items": [1, 1], "ratings": [2, "inf"]}, "", "'ratings' .* row 2 holds inf"),
+        ({"users": [1], "items": [1], "ratings": [""]}, "", "'ratings' .* has missing values"),
+        ({"users": [1], "items": [1], "ratings": ["3,4"]}, "", "cannot read .*ratings.csv: .*each line have a value"),
+        ({"users": [1], "items": [1], "ratings": [2]}, ",held_out=1.5", "held_out must be a share"),
+    ],
+)
+def test_bad_files_of_ratings(tmp_path, columns, options, words):
+    path = write(tmp_path / "ratings.csv", columns)
+    with pytest.raises(BadInput, match=words):
+        task_of(f"factors:path={path}{options}")
+
+
+def test_files_that_are_not_there(tmp_path):
+    for name in ("none.csv", "none.npz", "none.parquet", "ratings.xlsx"):
+        with pytest.raises(BadInput, match=name):
+            read_columns(str(tmp_path / name), {})
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".csv"])
+def test_kmeans_of_a_file(tmp_path, suffix):
+    random = np.random.default_rng(0)
+    points = np.array([[0, 0], [20, 0], [0, 20]])[random.integers(3, size=2000)] + random.normal(size=(2000, 2))
+    path = tmp_path / f"rows{suffix}"
+    np.save(path, points) if suffix == ".npy" else write(path, {"x": points[:, 0], "y": points[:, 1]})
+    run = mh.train(
+        task_of(f"kmeans:path={path},validation_path={path},clusters=3,minibatch=50,epochs=2"), strategy="solo"
+    )
+    assert sorted(run.model.centres().round(-1).tolist()) == [[0, 0], [0, 20], [20, 0]]
+    assert run.metrics["validation_loss"] == pytest.approx(2, rel=0.1)
+
+
+def test_bad_files_of_rows(tmp_path):
+    np.save(tmp_path / "flat.npy", np.zeros(3))
+    with pytest.raises(BadInput, match=r"flat.npy must hold an array \[rows, columns\], and holds one of shape \[3\]"):
+        task_of(f"kmeans:path={tmp_path}/flat.npy,clusters=1")
+    write(tmp_path / "text.csv", {"x": [1, 2], "name": ["a", "b"]})
+    with pytest.raises(BadInput, match=r"column 'name' .* row 1 holds 'a'"):
+        task_of(f"kmeans:path={tmp_path}/text.csv,clusters=1")
+    write(tmp_path / "few.csv", {"x": [1, 2]})
+    with pytest.raises(BadInput, match="clusters must be a whole number from 1 to the number of rows, 2, not 3"):
+        task_of(f"kmeans:path={tmp_path}/few.csv,clusters=3")
+
+
+class StandIn(Ragged):
+    """A corpus of words that are numbers."""
+
+    @classmethod
+    def read(cls, path, *, min_count, lower, max_words):
+        with open(path) as lines:
+            texts = [list(map(int, line.split())) for line in lines]
+        corpus = cls(np.cumsum([0, *map(len, texts)]), {"words": np.concatenate(texts).astype(np.uint32)})
+        corpus.vocabulary = range(30)
+        assert (min_count, lower, max_words) == (2, True, None)
+        return corpus
+
+
+def test_glove_of_a_file(tmp_path, monkeypatch):
+    module = ModuleType("manyhands.data.corpus")
+    module.Corpus = StandIn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    random = np.random.default_rng(0)
+    path = tmp_path / "text"
+    path.write_text("\n".join(" ".join(map(str, random.integers(30, size=50))) for _ in range(100)))
+    task = task_of(f"glove:path={path},min_count=2,lower=true,window=3,dim=8,x_max=5,epochs=3")
+    assert (task.kernel.words, task.kernel.dim, task.kernel.x_max, task.shuffle) == (30, 8, 5, False)
+    assert len(task.train_data["counts"]) == 900
+    assert task.train_data["counts"].sum() == pytest.approx(2 * 100 * (49 + 48 / 2 + 47 / 3), rel=1e-5)
+    run = mh.train(task, strategy="solo")
+    assert run.model.vectors().shape == (30, 8)
+    assert run.history[-1]["loss"] < run.history[0]["loss"]
+
+
+def test_a_slice_takes_10_ms_and_an_epoch_16_slices():
+    assert slice_rows(10**9, 50) == 200_000
+    assert slice_rows(1600, 50) == 100
+    assert slice_rows(3, 50) == 1
