@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands.tasks.chars_task import chars as chars
     from manyhands.tasks.digits_task import digits as digits
+    from manyhands.tasks.factors_task import factors as factors
     from manyhands.tasks.ffm_task import ffm as ffm
     from manyhands.tasks.fm_task import fm as fm
-    from manyhands.tasks.linear_task import linear as linear
-    from manyhands.tasks.factors_task import factors as factors
     from manyhands.tasks.glove_task import glove as glove
     from manyhands.tasks.kmeans_task import kmeans as kmeans
+    from manyhands.tasks.linear_task import linear as linear
 
 CATALOGUE = {
     "digits": "manyhands.tasks.digits_task:digits",
