@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from products import Products, rows_of_products
 from torch import nn
 
 import manyhands as mh
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
+from manyhands.replica.kernel_executor import KernelExecutor
 from manyhands.testing.executor_suite import EXECUTOR_SUITE, ExecutorCase
 from manyhands.testing.group_suite import CheckFailed
 
@@ -44,6 +46,16 @@ def alone(task: mh.Task) -> StepExecutor:
 def test_one_worker(name: str, check: str) -> None:
     task = TASKS[name]
     EXECUTOR_SUITE[check](ExecutorCase(executor=alone(task), batch=batch_of(task), evaluate=measured(task)))
+
+
+@pytest.mark.parametrize("check", EXECUTOR_SUITE)
+def test_a_kernel(check: str) -> None:
+    data = rows_of_products()
+    task = mh.Task(kernel=Products(), rate=0.02, train_data=data)
+    executor = KernelExecutor(task.model, task.optimizer)
+    executor.build(lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device))
+    batch = {name: torch.from_numpy(column[:12]) for name, column in data.items()}
+    EXECUTOR_SUITE[check](ExecutorCase(executor=executor, batch=batch, evaluate=task.metrics))
 
 
 @pytest.mark.parametrize(
