@@ -11,6 +11,7 @@ import pytest
 import shellingham
 from test_commands import asked, invoke  # noqa: F401 - a fixture
 
+from manyhands import tasks
 from manyhands.cli import commands
 from manyhands.cli.options import completing
 
@@ -114,7 +115,7 @@ def test_shells_complete_strategies_tasks_and_engines() -> None:
     assert completing("strategies")("allreduce,d") == [
         f"allreduce,{name}" for name in ("diloco", "downpour", "dynsgd", "distance")
     ]
-    assert completing("tasks")("") == ["digits", "chars"]
+    assert completing("tasks")("") == [*tasks.CATALOGUE]
     assert "hosts" in completing("engines")("h")
 
 

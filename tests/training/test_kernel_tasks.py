@@ -161,3 +161,10 @@ def test_strategies_are_compared_on_a_kernel() -> None:
     found = mh.compare(task, strategies=["local-sgd", "hogwild", "rotate"], workers=(2,), repeats=2)
     assert {one.strategy for one in found.variants} == {"solo", "local-sgd", "hogwild", "rotate"}
     assert not [trial.failure for trial in found.trials if trial.failure]
+
+
+@pytest.mark.parametrize(("workers", "strategy"), [(1, "solo"), (2, "hogwild")])
+def test_where_no_strategy_is_given_one_that_trains_kernels_is_taken(workers: int, strategy: str) -> None:
+    run = mh.train(**fields(), workers=workers)
+    assert run.info["strategy"] == strategy
+    assert mh.train("digits", workers=1, max_steps=1).info["strategy"] == "allreduce"

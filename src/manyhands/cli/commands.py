@@ -115,7 +115,7 @@ def train(
     ctx: typer.Context,
     task: options.TrainedTask = None,
     workers: options.ElasticWorkers = None,
-    strategy: options.Strategy = "allreduce",
+    strategy: options.TrainedBy = None,
     engine: options.Engine = "auto",
     servers: options.Servers = 1,
     device: options.Device = "auto",
@@ -174,6 +174,7 @@ def train(
     [bold]manyhands train my.py:task --run-dir runs/mine --resume[/bold]
     [bold]manyhands train digits --log json | jq .values.loss[/bold]
     [bold]manyhands train digits -n 4 -s downpour:bound=2 --servers 2[/bold]
+    [bold]manyhands train word2vec:path=corpus.txt,dim=100 -n 2 -s hogwild[/bold]
     [bold]manyhands train digits -n 2 --print-config > run.toml[/bold]
     [bold]manyhands train --config run.toml --epochs 3[/bold]
     [bold]manyhands train digits -n 4 --max-losses 2[/bold]

@@ -128,6 +128,7 @@ _strategy = partial(
     autocompletion=completing("strategies"),
 )
 Strategy = Annotated[str, _strategy()]
+TrainedBy = Annotated[str | None, _strategy(show_default="allreduce; for a kernel solo or hogwild")]
 ScriptStrategy = Annotated[str, _strategy(envvar="MANYHANDS_STRATEGY")]
 ScriptRoles = Annotated[
     str | None, _frameworks("--roles", help="Who is there: chief=1,worker=2,ps=1,evaluator=1; worker may be --workers.")

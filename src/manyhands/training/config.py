@@ -274,6 +274,16 @@ class TrainConfig:
         return global_batch(self.task, self.replicas, own), stream
 
 
+def default_strategy(task: Task, engine: Engine, workers: int | None) -> str:
+    """What trains a task where nothing is said: the result of one process, or what goes with a kernel."""
+    count = engine.default_workers() if workers is None else workers
+    if task.kernel is None:
+        return "allreduce"
+    if count == 1:
+        return "solo"
+    return "hogwild" if is_whole(count) and engine.on_one_host(count) else "local-sgd"
+
+
 def task_from(task: Task | str | None, task_fields: dict[str, Any]) -> Task:
     if isinstance(task, str):
         task = task_of(task)

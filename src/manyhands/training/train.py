@@ -39,7 +39,15 @@ from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, named
 from manyhands.training import run_directory
-from manyhands.training.config import TrainConfig, check_resources, checks_of, every, keep_of, task_from
+from manyhands.training.config import (
+    TrainConfig,
+    check_resources,
+    checks_of,
+    default_strategy,
+    every,
+    keep_of,
+    task_from,
+)
 from manyhands.training.plan import Outcome, WorkerPlan
 from manyhands.training.plans import is_planned, with_plan
 from manyhands.training.run_directory import CHECKPOINTS, Opened, answer_of, finished_run, open_directory
@@ -52,7 +60,7 @@ LOG = logging.getLogger("manyhands")
 def train(
     task: Task | str | None = None,
     *,
-    strategy: Strategy | str = "allreduce",
+    strategy: Strategy | str | None = None,
     engine: Engine | str = "auto",
     workers: int | None = None,
     servers: int = 1,
@@ -77,7 +85,9 @@ def train(
     """Train a task on workers and return what came of it.
 
     task: a Task, a spec string ("digits:epochs=5", "my.py:task"), or None when `task_fields` are a whole task.
-    strategy, engine: an object or its spec string. Engine "auto" is the launcher that started this process (torchrun,
+    strategy: an object or its spec string. None is "allreduce"; for a kernel, which has no gradients to average, "solo" on
+        one worker, "hogwild" on several of one machine, and "local-sgd" on several machines.
+    engine: an object or its spec string. "auto" is the launcher that started this process (torchrun,
         `manyhands run`), else `local`.
     workers: None is one per visible GPU, else 1. One worker runs in the calling process.
     threads_per_worker: None is usable cores / workers; one worker, in the calling process, keeps that process's own
@@ -110,10 +120,11 @@ def train(
     raises in `on_end`.
     """
     chosen = _chosen(callbacks)
+    own, place = task_from(task, task_fields), engines.engine_of(engine)
     config = TrainConfig(
-        task=task_from(task, task_fields),
-        strategy=strategy_of(strategy),
-        engine=engines.engine_of(engine),
+        task=own,
+        strategy=strategy_of(default_strategy(own, place, workers) if strategy is None else strategy),
+        engine=place,
         workers=workers,
         directory=None if run_dir is None else path_of(run_dir),
         survive=Survive.of(survive),
@@ -164,7 +175,7 @@ def train(
         if config.directory is not None and opened.claim is not None:
             settings = {
                 "task": task if isinstance(task, str) else None,
-                "strategy": strategy if isinstance(strategy, str) else spec_of(strategy),
+                "strategy": strategy if isinstance(strategy, str) else spec_of(config.strategy),
                 "engine": config.engine.name,
                 "workers": config.count,
                 "servers": servers,
