@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -56,8 +57,8 @@ class Linear(Kernel):
     merge_every: int | None = None
     """Rows that a worker steps on a copy of the weights, before it adds its moves to those that all workers share.
     1: in place, row by row, as in the paper; workers that write the same cache lines then wait for each other. Alone, a
-    worker gets the same bits with any number. Default: as many rows as have `features` entries together, so that merging
-    takes about a tenth of the time; in place where these are more than 4,096."""
+    worker gets the same bits with any number. A slice of fewer rows is stepped in place. Default: as many rows as have
+    `features` entries together, so that merging takes about a tenth of the time; in place where these are more than 4,096."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -107,9 +108,7 @@ class Linear(Kernel):
             "targets": batch.targets,
         }
         if self.ridge:
-            assert self.degrees is not None
-            of_feature = (2 * self.ridge / np.maximum(self.degrees, 1)).astype(self.dtype)
-            arrays["decay"] = _entries(of_feature, arrays["rows"], arrays["offsets"], arrays["keys"])
+            arrays["decay"] = _entries(self._decay, arrays["rows"], arrays["offsets"], arrays["keys"])
         return arrays
 
     @override
@@ -154,6 +153,12 @@ class Linear(Kernel):
         """A row's features."""
         assert isinstance(batch, Csr)
         return batch
+
+    @cached_property
+    def _decay(self) -> Array:
+        """[features]: 2 · ridge / d_u."""
+        assert self.degrees is not None
+        return (2 * self.ridge / np.maximum(self.degrees, 1)).astype(self.dtype)
 
     def _tables(self, rows: Arrays) -> tuple[Array, Array]:
         weights = rows["weights"].ravel()
@@ -289,7 +294,7 @@ def _step(
     with_bias: bool,
     merge_every: int,
 ) -> float:
-    if merge_every == 1:
+    if merge_every == 1 or len(rows) < merge_every:
         return float(
             _step_rows(weights, bias, rows, offsets, keys, values, targets, decay, 0, rate, hinge, ridge, with_bias)
         )
