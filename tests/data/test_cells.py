@@ -22,3 +22,10 @@ def test_pairs_of_a_cell_stand_together_in_random_order() -> None:
         assert abs(np.corrcoef(cell, np.arange(len(cell)))[0, 1]) < 0.15, "and so do the ratings of one"
     assert np.array_equal(order, by_cells(users, items, ROW_BYTES, 5))
     assert not np.array_equal(order, by_cells(users, items, ROW_BYTES, 6))
+
+
+def test_there_are_no_more_cells_than_pairs() -> None:
+    keys = np.array([0, 10**9, 10**9, 7], np.uint32)
+    order = by_cells(keys, keys[::-1].copy(), CACHE_BYTES, 0)
+    assert sorted(order) == [0, 1, 2, 3]
+    assert by_cells(keys[:0], keys[:0], ROW_BYTES, 0).tolist() == []

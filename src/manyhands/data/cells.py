@@ -16,13 +16,16 @@ CACHE_BYTES = 1 << 20
 def by_cells(rows: NDArray[Any], columns: NDArray[Any], row_bytes: int, seed: int) -> NDArray[np.int64]:
     """[n]: an order of n pairs of keys, for one worker that changes a row of each of two tables by each pair.
 
-    Blocks of keys cut all pairs into cells, such that the rows of one fit the cache. Cells come in a random order, and
-    so do the pairs of one. row_bytes: of a key, in all tables together.
+    Blocks of keys cut all pairs into cells, such that the rows of one fit the cache, but into no more cells than there
+    are pairs. Cells come in a random order, and so do the pairs of one. row_bytes: of a key, in all tables together.
     """
     block = max(1, CACHE_BYTES // (2 * row_bytes))
+    last_row, last_column = int(rows.max(initial=0)), int(columns.max(initial=0))
+    while (last_row // block + 1) * (last_column // block + 1) > max(1, len(rows)):
+        block *= 2
+    wide = last_column // block + 1
     random = np.random.default_rng(seed)
-    wide = int(columns.max(initial=0)) // block + 1
-    numbers = random.permutation(wide * (int(rows.max(initial=0)) // block + 1))
+    numbers = random.permutation(wide * (last_row // block + 1))
     order: NDArray[np.int64] = _by_cells(rows, columns, block, wide, numbers, random.integers(0, 1 << 63, len(rows)))
     return order
 
