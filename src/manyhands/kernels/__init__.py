@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from manyhands.kernels.glove import Glove as Glove
     from manyhands.kernels.kmeans import KMeans as KMeans
     from manyhands.kernels.linear import Linear as Linear
+    from manyhands.kernels.skip_gram import SkipGram as SkipGram
 
 _WHERE = {
     "Cuts": "cuts",
@@ -23,6 +24,7 @@ _WHERE = {
     "Glove": "glove",
     "KMeans": "kmeans",
     "Linear": "linear",
+    "SkipGram": "skip_gram",
 }
 
 

@@ -1,4 +1,4 @@
-"""Ready-made tasks by name: `digits`, `digits:batch_size=32,epochs=5`, `chars`. Loaded when asked for."""
+"""Ready-made tasks by name: `digits`, `digits:batch_size=32,epochs=5`, `chars`, `word2vec:path=corpus.txt`. Loaded when asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from manyhands.tasks.glove_task import glove as glove
     from manyhands.tasks.kmeans_task import kmeans as kmeans
     from manyhands.tasks.linear_task import linear as linear
+    from manyhands.tasks.word2vec_task import word2vec as word2vec
 
 CATALOGUE = {
     "digits": "manyhands.tasks.digits_task:digits",
@@ -24,6 +25,7 @@ CATALOGUE = {
     "factors": "manyhands.tasks.factors_task:factors",
     "glove": "manyhands.tasks.glove_task:glove",
     "kmeans": "manyhands.tasks.kmeans_task:kmeans",
+    "word2vec": "manyhands.tasks.word2vec_task:word2vec",
 }
 
 SUMMARIES = {
@@ -35,6 +37,7 @@ SUMMARIES = {
     "factors": "matrix factorisation of your ratings: path=ratings.csv",
     "glove": "word vectors of your text, from counts of words near each other: path=corpus.txt",
     "kmeans": "mini-batch k-means of your rows: path=rows.npy,clusters=100",
+    "word2vec": "word vectors of your text, by skip-gram or continuous bag of words: path=corpus.txt",
 }
 
 
