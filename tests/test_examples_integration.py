@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from by_hand import Hand, hands, slope
@@ -219,6 +220,24 @@ def test_keras_digits(printed: Callable[..., str]) -> None:
     pytest.importorskip("keras")
     accuracy = numbers(r"accuracy: (\d\.\d+)", printed("python", "keras_digits.py", "--epochs", "3"))
     assert accuracy[-1] > 0.8
+
+
+@pytest.mark.slow
+def test_word_vectors(printed: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    random = np.random.default_rng(0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for topic in "abcd":  # each file has words of one topic alone
+        lines = [" ".join(f"{topic}{i}" for i in random.integers(0, 12, 10)) for _ in range(400)]
+        (folder / f"{topic}.txt").write_text("\n".join(lines))
+    text = printed("python", "word_vectors.py", "--text", str(folder), "--words", "a1,c2", "--epochs", "30")
+    for word in ("a1", "c2"):
+        neighbours = re.findall(r"([a-d])\d+ \d\.\d\d", text.split(f"\n{word}: ")[1].split("\n")[0])
+        assert neighbours == [word[0]] * 5
+    assert (tmp_path / "word_vectors.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "word_vectors.bin").read_bytes().startswith(b"48 100\n")
+    assert "hogwild on 2 workers" in printed("python", "word_vectors.py", "--epochs", "1")  # of Python's own texts
 
 
 @pytest.mark.slow

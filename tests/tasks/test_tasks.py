@@ -15,6 +15,7 @@ FILES = {
     "factors": "users,items,ratings\n0,0,1\n",
     "glove": "word " * 9,
     "kmeans": "x,y\n1,2\n3,4\n",
+    "word2vec": "word " * 9,
 }
 """What tasks that need a path read."""
 OPTIONS = {"kmeans": {"clusters": "1"}}
@@ -25,8 +26,6 @@ OPTIONS = {"kmeans": {"clusters": "1"}}
 def test_each_name_makes_a_task_of_that_name_with_options_from_text(name, tmp_path):
     maker = spec.find(name, tasks.CATALOGUE, "task")
     options = {"batch_size": "32", "epochs": "5", **OPTIONS.get(name, {})}
-    if name == "glove":
-        pytest.importorskip("manyhands.data.corpus")
     if name in FILES:
         (tmp_path / "data.csv").write_text(FILES[name])
         options["path"] = str(tmp_path / "data.csv")

@@ -232,21 +232,22 @@ def _text(file: str, lower: bool) -> Iterator[_Part]:
 
 def _chunks(stream: BinaryIO, file: str, lower: bool) -> Iterator[_Part]:
     at, left = 0, b""  # bytes of the file before `left`, which was read and not yet split
-    while True:
-        read = stream.read(CHUNK)
+    in_line = False  # whether the last one before `left` belongs to a line that goes on
+    while read := stream.read(CHUNK):
         data = left + read
-        cut = max(data.rfind(bytes([white])) for white in _WHITE) + 1 if read else len(data)
         if at == 0 and data.startswith(_BYTE_ORDER_MARK):
             data = b"   " + data[len(_BYTE_ORDER_MARK) :]
+        cut = max(data.rfind(bytes([white])) for white in _WHITE) + 1
         if not cut and len(data) > CHUNK:
             raise BadInput(
                 f"{file}: no white space in {units.size(len(data))} from byte {at:,} on: words stand between white space. Is it text?"
             )
         if cut:
-            yield _split(_valid(data[:cut], file, at), lower, ended=not read and not data.endswith(b"\n"))
-        if not read:
-            return
+            yield _split(_valid(data[:cut], file, at), lower, ended=False)
+            in_line = data[cut - 1 : cut] != b"\n"
         at, left = at + cut, data[cut:]
+    if left or in_line:
+        yield _split(_valid(left, file, at), lower, ended=True)
 
 
 def _valid(data: bytes, file: str, at: int) -> bytes:
@@ -272,6 +273,7 @@ def _split(data: bytes, lower: bool, ended: bool) -> _Part:
 def _words_of(lines: pa.StringArray, lower: bool) -> _Part:
     import pyarrow.compute as pc
 
+    lines = pc.utf8_trim_whitespace(lines)  # the split reads beyond a line that ends with white space (Arrow 26)
     lists = pc.utf8_split_whitespace(pc.utf8_lower(lines) if lower else lines)
     return _Part(lists.flatten(), lists.offsets.to_numpy()[1:].astype(np.int64) - lists.offsets[0].as_py())
 
@@ -340,7 +342,7 @@ class _Text:
         encoded = part.words.dictionary_encode()
         different, indices = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
         ends = part.ends
-        if "" in different:  # Arrow's split leaves one before and behind white space at the ends of a line
+        if "" in different:  # of lines without words, Arrow's split makes one
             real = indices != different.index("")
             before = np.concatenate([[0], np.cumsum(real, dtype=np.int64)])
             indices, ends = indices[real], before[ends]
@@ -352,9 +354,10 @@ class _Text:
             len(different),
         )
         self._counts = np.concatenate([self._counts, np.zeros(len(known) - len(self._counts), np.int64)])
-        np.add.at(self._counts, ids, occur)
-        self._words.write(memoryview(np.ascontiguousarray(ids[indices])))
-        self._ends.write(memoryview(np.ascontiguousarray(self.words + ends)))
+        some = occur > 0
+        self._counts[ids[some]] += occur[some]
+        self._words.write(np.ascontiguousarray(ids[indices]).data)
+        self._ends.write(np.ascontiguousarray(self.words + ends).data)
         self.words += len(indices)
         self.lines += len(ends)
 
@@ -386,7 +389,7 @@ def _compacted(
     kept, done, empty, split = 0, 0, 0, 0  # words kept, and lines that ended, before this chunk
     began = 0  # the number of words kept before the line that has not yet ended
     with tempfile.TemporaryFile() as own_words, tempfile.TemporaryFile() as offsets:
-        offsets.write(memoryview(np.zeros(1, np.int64)))
+        offsets.write(np.zeros(1, np.int64).data)
         for start in range(0, len(words), CHUNK):
             found = numbers[words[start : start + CHUNK]]
             real = found != _NONE

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from manyhands.kernels.kmeans import KMeans as KMeans
     from manyhands.kernels.linear import Linear as Linear
     from manyhands.kernels.skip_gram import SkipGram as SkipGram
+    from manyhands.kernels.skip_gram import WordVectors as WordVectors
 
 _WHERE = {
     "Cuts": "cuts",
@@ -25,12 +26,13 @@ _WHERE = {
     "KMeans": "kmeans",
     "Linear": "linear",
     "SkipGram": "skip_gram",
+    "WordVectors": "skip_gram",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: its kernels are {', '.join(_WHERE)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_WHERE)}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
     return value
 

@@ -170,16 +170,20 @@ class SkipGram(Kernel):
         """uint64 [words]: a word stays if 32 random bits are below this."""
         share = self.vocabulary.counts / self.vocabulary.counts.sum()
         ratio = self.sample / share if self.sample else np.full(len(share), 1.0)
-        return np.floor(np.minimum(np.sqrt(ratio) + ratio, 1) * 2.0**32).astype(np.uint64)
+        bound: Array = np.floor(np.minimum(np.sqrt(ratio) + ratio, 1) * 2.0**32).astype(np.uint64)
+        return bound
 
     @cached_property
     def _noise(self) -> Array:
         """uint64 [words]: the table of words that are drawn, see `_alias`."""
-        return _alias(self.vocabulary.counts**0.75)
+        cells: Array = _alias(self.vocabulary.counts**0.75)
+        return cells
 
     @cached_property
     def _paths(self) -> tuple[Array, Array, Array]:
-        return _huffman(self.vocabulary.counts)
+        """(offsets, nodes, signs), see `_huffman`."""
+        paths: tuple[Array, Array, Array] = _huffman(self.vocabulary.counts)
+        return paths
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the tables that follow from the vocabulary."""
@@ -279,9 +283,9 @@ def _nearest(word: str, vocabulary: Vocabulary) -> str:
 def _bits(state: int) -> Any:
     """64 random bits of the number `state`, which grows by _GOLDEN from draw to draw: SplitMix64 (Steele, Lea, Flood,
     Fast Splittable Pseudorandom Number Generators, 2014)."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    once = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    twice = (once ^ (once >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return twice ^ (twice >> np.uint64(31))
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -289,7 +293,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 @compiled
-def _windows(rows: Array, offsets: Array, words: Array, stay: Array, window: int, state: int) -> Any:
+def _windows(rows: Array, offsets: Array, words: Array, stay: Array, window: int, random: int) -> Any:
     """Centres uint32 [n], the begin and end of each one's contexts int64 [n], and these uint32 [pairs]."""
     most = 0
     for row in rows:
@@ -297,7 +301,7 @@ def _windows(rows: Array, offsets: Array, words: Array, stay: Array, window: int
     line = np.empty(most, np.uint32)  # the words of one that stay
     centres, begins, ends = np.empty(most, np.uint32), np.empty(most, np.int64), np.empty(most, np.int64)
     contexts = np.empty(2 * most * window, np.uint32)
-    state = _bits(state)
+    state = _bits(random)
     widest = np.uint64(window)
     n, pairs = np.uint64(0), np.uint64(0)
     for row in rows:
@@ -324,14 +328,14 @@ def _windows(rows: Array, offsets: Array, words: Array, stay: Array, window: int
 
 
 @compiled
-def _drawn_groups(centres: Array, noise: Array, negative: int, state: int) -> Any:
+def _drawn_groups(centres: Array, noise: Array, negative: int, random: int) -> Any:
     """Outputs [groups, OUTPUTS], signs alike, and the number of each group's centre: the centres, each before the words
     that are drawn for it."""
     each = (1 + negative + OUTPUTS - 1) // OUTPUTS  # groups of one centre
     outputs = np.empty((len(centres) * each, OUTPUTS), np.uint32)
     signs = np.zeros((len(centres) * each, OUTPUTS), np.int8)
     flat, flat_signs = outputs.ravel(), signs.ravel()
-    state = _bits(state)
+    state = _bits(random)
     words = np.uint64(len(noise))
     for i in range(np.uint64(len(centres))):
         base = i * np.uint64(each * OUTPUTS)
@@ -413,7 +417,7 @@ def _alias(weights: Array) -> Any:
 @compiled
 def _huffman(counts: Array) -> Any:
     """Paths from the root to each word, as offsets int64 [words + 1], nodes uint32 and signs int8 of all: 1 where the
-    path goes on to the more frequent half, whose code is 0.
+    path goes on to the less frequent half, whose code is 0, else -1.
 
     counts: never rising. Source: A Method for the Construction of Minimum-Redundancy Codes, D. A. Huffman, 1952.
     """
@@ -424,7 +428,7 @@ def _huffman(counts: Array) -> Any:
     parent, code = np.zeros(n + inner, np.int64), np.zeros(n + inner, np.int8)
     word, node = n - 1, n  # the least words and inner nodes that have no parent yet
     for made in range(n, 2 * n - 1):
-        for child in range(2):  # first the lesser, whose code is 1
+        for child in range(2):  # first the lesser, whose code is 0
             if word >= 0 and (node >= made or weight[word] < weight[node]):
                 least = word
                 word -= 1
@@ -432,7 +436,7 @@ def _huffman(counts: Array) -> Any:
                 least = node
                 node += 1
             weight[made] += weight[least]
-            parent[least], code[least] = made, 1 - child
+            parent[least], code[least] = made, child
     root = 2 * n - 2
     offsets = np.zeros(n + 1, np.int64)
     for i in range(n):
@@ -620,9 +624,9 @@ def _slopes(dots: Array, signs: Array, group: int, inputs: int, rate: float, slo
         e = e * e
         e = e * e
         e = e * e
-        wrong = e / (one + e)
-        slopes[i] = rate * sign * wrong
-        right[i] = one - sign * sign * wrong
+        share = one / (one + e)
+        slopes[i] = rate * sign * (e * share)
+        right[i] = share if sign != 0 else one
 
 
 @compiled

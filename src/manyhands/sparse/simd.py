@@ -12,6 +12,7 @@ Indices are uint64. Only code inside functions of `compiled` may call what stand
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,24 @@ _BITS = 512 if binding.get_host_cpu_features().get("avx512f") else 256
 _I32 = ir.IntType(32)
 
 
-class _Vector(types.Type):  # type: ignore[misc]
+def _instruction(function: Callable[..., Any]) -> Any:
+    """What compiled functions call: `function` gives the types of its arguments and result, and builds the code."""
+    return intrinsic(function)
+
+
+class _Vector(types.Type):
     def __init__(self, dtype: Any) -> None:
         self.dtype, self.lanes = dtype, _BITS // dtype.bitwidth
         super().__init__(name=f"Vector({dtype} x {self.lanes})")
 
 
 @register_model(_Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: _Vector) -> None:
-        super().__init__(manager, vector, ir.VectorType(manager[vector.dtype].get_value_type(), vector.lanes))
+        super().__init__(manager, vector, ir.VectorType(manager[vector.dtype].get_value_type(), vector.lanes))  # type: ignore[no-untyped-call]
 
 
-@intrinsic
+@_instruction
 def lanes(typing: Any, array: Any) -> Any:
     """How many of the array's numbers a vector holds, uint64."""
 
@@ -46,7 +52,7 @@ def lanes(typing: Any, array: Any) -> Any:
     return types.uint64(array), build
 
 
-@intrinsic
+@_instruction
 def zeros(typing: Any, array: Any) -> Any:
     """A vector of zeros of the array's type."""
     vector = _Vector(array.dtype)
@@ -57,7 +63,7 @@ def zeros(typing: Any, array: Any) -> Any:
     return vector(array), build
 
 
-@intrinsic
+@_instruction
 def every(typing: Any, array: Any, at: Any) -> Any:
     """A vector whose numbers all are array[at]."""
     vector = _Vector(array.dtype)
@@ -69,7 +75,7 @@ def every(typing: Any, array: Any, at: Any) -> Any:
     return vector(array, types.uint64), build
 
 
-@intrinsic
+@_instruction
 def load(typing: Any, array: Any, at: Any, count: Any) -> Any:
     """array[at], array[at + 1], …: of these the first `count`, and zeros behind them."""
     vector = _Vector(array.dtype)
@@ -84,7 +90,7 @@ def load(typing: Any, array: Any, at: Any, count: Any) -> Any:
     return vector(array, types.uint64, types.uint64), build
 
 
-@intrinsic
+@_instruction
 def store(typing: Any, array: Any, at: Any, value: Any, count: Any) -> Any:
     """The first `count` numbers of the vector `value` to array[at], array[at + 1], …"""
 
@@ -99,7 +105,7 @@ def store(typing: Any, array: Any, at: Any, value: Any, count: Any) -> Any:
     return types.void(array, types.uint64, value, types.uint64), build
 
 
-@intrinsic
+@_instruction
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a · b + c, number by number."""
 
@@ -110,7 +116,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, a, a), build
 
 
-@intrinsic
+@_instruction
 def add(typing: Any, a: Any, b: Any) -> Any:
     """a + b, number by number."""
 
@@ -120,7 +126,7 @@ def add(typing: Any, a: Any, b: Any) -> Any:
     return a(a, a), build
 
 
-@intrinsic
+@_instruction
 def total(typing: Any, vector: Any) -> Any:
     """The sum of a vector's numbers."""
 
@@ -132,7 +138,7 @@ def total(typing: Any, vector: Any) -> Any:
     return vector.dtype(vector), build
 
 
-@intrinsic
+@_instruction
 def prefetch(typing: Any, array: Any, at: Any) -> Any:
     """Begin to bring the 64 bytes around array[at] into the cache: they will be read and written soon."""
 
