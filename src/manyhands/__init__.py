@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Progress as Progress
     from manyhands.callbacks import TensorBoard as TensorBoard
     from manyhands.callbacks import WandB as WandB
+    from manyhands.data.corpus import Corpus as Corpus
     from manyhands.data.csr import Csr as Csr
     from manyhands.data.sharding import epoch_order as epoch_order
     from manyhands.engines.hosts.engine import Hosts as Hosts
@@ -103,6 +104,7 @@ _WHERE = {
     "CallbackFailed": "errors",
     "Checked": "evidence.check.check",
     "Comparison": "evidence.compare.comparison",
+    "Corpus": "data.corpus",
     "Csr": "data.csr",
     "DiLoCo": "strategies.diloco",
     "Distance": "strategies.distance",

@@ -404,8 +404,8 @@ def _compacted(
             row_ends = np.minimum(
                 np.repeat(own_ends - lengths, pieces) + piece * line_words, np.repeat(own_ends, pieces)
             )
-            own_words.write(memoryview(found[real]))
-            offsets.write(memoryview(np.ascontiguousarray(row_ends)))
+            own_words.write(found[real].data)
+            offsets.write(np.ascontiguousarray(row_ends).data)
             kept, done, began = int(before[-1]), last, int(own_ends[-1]) if len(own_ends) else began
             empty += int((pieces == 0).sum())
             split += int((pieces > 1).sum())
