@@ -48,7 +48,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_two_workers_learn_together(text: Path, local: Local) -> None:
     run = mh.train(f"word2vec:path={text},dim=8,batch_size_per_worker=200", strategy="hogwild", engine=local, workers=2)
     assert isinstance(run.model, WordVectors)
-    assert run.history[-1]["loss"] < 0.9 * run.history[0]["loss"]
+    untrained = 6 * np.log(2)  # of a word beside another and five drawn ones, where all products are 0
+    assert run.history[-1]["loss"] < 0.8 * untrained
     assert run.model.outputs.abs().max() > 0.1
 
 

@@ -333,7 +333,12 @@ def environment() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cores": usable_cores(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "manyhands": __version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "manyhands": __version__,
+            **({"numba": sys.modules["numba"].__version__} if "numba" in sys.modules else {}),  # it compiles kernels
+        },
         "command": shlex.join(sys.argv),
     }
 

@@ -139,14 +139,14 @@ def replay(
     saved = checkpoints.load_tensors(folder / FINAL)
     wanted = {name: saved[name] for name in parameters}
     was, now = ({**facts["versions"], "host": facts["host"]} for facts in (info, environment()))
-    changed = [name for name in now if was.get(name) != now[name]]
+    changed = [name for name in now if name in was and was[name] != now[name]]  # numba is there for kernels alone
     return Replayed(
         parameters=parameters,
         difference=max(float((parameters[name] - wanted[name]).abs().max()) for name in parameters),
         identical=all(torch.equal(parameters[name], wanted[name]) for name in parameters),
         ticks=journal.ticks,
         workers=workers,
-        otherwise=", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed),
+        otherwise=", ".join(f"{name} was {was[name]} and is {now[name]}" for name in changed),
     )
 
 
