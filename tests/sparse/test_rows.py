@@ -16,6 +16,7 @@ from manyhands.sparse.rows import Rows
     ("fields", "error", "text"),
     [
         ({"rows": 0}, mh.BadInput, "rows"),
+        ({"rows": None}, mh.BadInput, "number of rows"),
         ({"rows": 3, "dim": 1.5}, mh.BadInput, "dim"),
         ({"rows": 3, "dtype": "float16"}, mh.UnknownName, "float16"),
         ({"rows": 3, "initial": "gaussian:1"}, mh.UnknownName, "gaussian"),

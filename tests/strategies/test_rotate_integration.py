@@ -115,6 +115,8 @@ def test_what_cannot_be_is_refused_before_any_process_starts(options: dict[str, 
 
 
 def test_a_stream_and_more_blocks_than_keys_are_refused() -> None:
+    with pytest.raises(mh.Unsupported, match="stream"):  # known before workers start
+        trained(2, train_data=iter([{"user": 1, "item": 1, "number": 1.0}]), validation_data=None)
     with pytest.raises((mh.BadInput, mh.Unsupported), match="stream"):
         trained(train_data=lambda: iter([{"user": 1, "item": 1, "number": 1.0}]), validation_data=None)
     with pytest.raises(mh.BadInput, match="31 blocks"):

@@ -146,3 +146,30 @@ def test_a_slice_takes_10_ms_and_an_epoch_16_slices():
     assert slice_rows(10**9, 50) == 200_000
     assert slice_rows(1600, 50) == 100
     assert slice_rows(3, 50) == 1
+
+
+def test_cuts_of_a_file(tmp_path):
+    random = np.random.default_rng(0)
+    planted = random.integers(0, 3, 200)
+    u, v = random.integers(0, 200, (2, 3000))
+    edges = {"from": u, "to": v, "cost": np.where(planted[u] == planted[v], 1.0, 0.05)}
+    path = write(tmp_path / "edges.csv", edges)
+    known = write(tmp_path / "known.csv", {"nodes": np.arange(20), "classes": planted[:20]})
+    task = task_of(f"cuts:path={path},known_path={known},nodes=from,others=to,weights=cost")
+    assert (task.kernel.classes, len(task.kernel.known)) == (3, 200)
+    run = mh.train(task, strategy="solo")
+    assert (run.model.tables()["points"].argmax(1) == planted).mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("edges", "known", "text"),
+    [
+        ({"nodes": [0.5], "others": [1], "weights": [1]}, {"nodes": [0], "classes": [0]}, "whole numbers"),
+        ({"nodes": [0], "others": [1], "weights": [1]}, {"nodes": [0], "classes": [-1]}, "classes"),
+        ({"nodes": [0], "others": [1]}, {"nodes": [0], "classes": [0]}, "weights"),
+    ],
+)
+def test_graphs_that_cannot_be_cut_are_refused(tmp_path, edges, known, text):
+    paths = write(tmp_path / "edges.csv", edges), write(tmp_path / "known.csv", known)
+    with pytest.raises(BadInput, match=text):
+        task_of(f"cuts:path={paths[0]},known_path={paths[1]}")

@@ -15,6 +15,7 @@ FILES = {
     "factors": "users,items,ratings\n0,0,1\n",
     "glove": "word " * 9,
     "kmeans": "x,y\n1,2\n3,4\n",
+    "cuts": "nodes,others,weights\n0,1,1\n1,2,1\n",
     "word2vec": "word " * 9,
 }
 """What tasks that need a path read."""
@@ -26,6 +27,9 @@ OPTIONS = {"kmeans": {"clusters": "1"}}
 def test_each_name_makes_a_task_of_that_name_with_options_from_text(name, tmp_path):
     maker = spec.find(name, tasks.CATALOGUE, "task")
     options = {"batch_size": "32", "epochs": "5", **OPTIONS.get(name, {})}
+    if name == "cuts":
+        (tmp_path / "known.csv").write_text("nodes,classes\n0,0\n2,1\n")
+        options["known_path"] = str(tmp_path / "known.csv")
     if name in FILES:
         (tmp_path / "data.csv").write_text(FILES[name])
         options["path"] = str(tmp_path / "data.csv")

@@ -178,13 +178,18 @@ class Strata(Source):
 def read_in_order(source: Source) -> Iterator[Any]:
     """All rows of a source, batch by batch, in their own order. Unsupported where they have no numbers."""
     if not isinstance(source, Indexed):
-        raise Unsupported(
-            "strategy rotate sorts the rows by their keys before it trains, and a stream has none to sort: give data with a length and row numbers, such as "
-            "arrays, a table or a file of columns"
-        )
+        raise Unsupported(no_cells_of_a_stream("rotate"))
     for start in range(0, source.rows, _READ_ROWS):
         own = range(start, min(start + _READ_ROWS, source.rows))
         yield source.load_here(Pick(0, own, len(own)), Reading()).batch
+
+
+def no_cells_of_a_stream(strategy: str) -> str:
+    """Why rows without numbers are not cut."""
+    return (
+        f"strategy {strategy} sorts the rows by their keys before it trains, and a stream has no rows to sort: give data with a length and row numbers, such as "
+        "arrays, a table or a file of columns"
+    )
 
 
 def count_keys(

@@ -25,6 +25,11 @@ class Rows:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.rows is None:
+            raise BadInput(
+                "Rows: a table needs its number of rows, since workers keep it whole or share its memory: rows=1_000_000, with keys from 0 on. Tables of any keys are "
+                "kept at a parameter server, which is not built yet"
+            )
         for name in ("dim", "rows"):
             if not is_whole(getattr(self, name)):
                 raise BadInput(f"Rows: {name} must be a whole number of at least 1, not {getattr(self, name)!r}")

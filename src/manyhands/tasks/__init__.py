@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands.tasks.chars_task import chars as chars
+    from manyhands.tasks.cuts_task import cuts as cuts
     from manyhands.tasks.digits_task import digits as digits
     from manyhands.tasks.factors_task import factors as factors
     from manyhands.tasks.ffm_task import ffm as ffm
@@ -25,6 +26,7 @@ CATALOGUE = {
     "factors": "manyhands.tasks.factors_task:factors",
     "glove": "manyhands.tasks.glove_task:glove",
     "kmeans": "manyhands.tasks.kmeans_task:kmeans",
+    "cuts": "manyhands.tasks.cuts_task:cuts",
     "word2vec": "manyhands.tasks.word2vec_task:word2vec",
 }
 
@@ -36,6 +38,7 @@ SUMMARIES = {
     "ffm": "a field-aware factorization machine on clicks, libffm text: ffm:path=clicks.ffm,k=4",
     "factors": "matrix factorisation of your ratings: path=ratings.csv",
     "glove": "word vectors of your text, from counts of words near each other: path=corpus.txt",
+    "cuts": "nodes of your graph in classes, of which some are known: path=edges.csv,known_path=known.csv",
     "kmeans": "mini-batch k-means of your rows: path=rows.npy,clusters=100",
     "word2vec": "word vectors of your text, by skip-gram or continuous bag of words: path=corpus.txt",
 }

@@ -15,6 +15,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.feed import check_kind, check_partition
 from manyhands.data.open_source import is_function, open_source
 from manyhands.data.source import Unsized
+from manyhands.data.strata import no_cells_of_a_stream
 from manyhands.engines.base import Engine, check_brings, check_count, check_seconds, check_threads
 from manyhands.engines.single_process import pick_device
 from manyhands.engines.survive import Survive
@@ -98,6 +99,8 @@ class TrainConfig:
         self.check_model_parallel()
         self._check_worker_callback()
         batch_size, stream = self._check_data()
+        if stream and self.strategy.needs.kernel:
+            raise Unsupported(no_cells_of_a_stream(self.strategy.name))
         self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
 
