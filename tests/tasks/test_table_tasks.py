@@ -57,6 +57,15 @@ def test_factors_beside_a_file_of_their_own(tmp_path):
     assert (task.seed, task.batch_size, task.shuffle) == (3, 2, False)
 
 
+def test_ratings_come_by_cells(tmp_path):
+    """Two users far from each other are in two cells: rows of a cell stand together, and in a random order."""
+    users, items = np.arange(2000) % 2 * 100_000, np.arange(2000) // 2
+    path = write(tmp_path / "train.npz", {"users": users, "items": items, "ratings": np.ones(2000)})
+    given = task_of(f"factors:path={path}").train_data
+    assert np.count_nonzero(np.diff(given["users"].astype(int))) == 1
+    assert not np.array_equal(np.sort(given["items"][:1000]), given["items"][:1000])
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "words"),
     [
