@@ -106,7 +106,7 @@ def test_kmeans_of_a_file(tmp_path, suffix):
     run = mh.train(
         task_of(f"kmeans:path={path},validation_path={path},clusters=3,minibatch=50,epochs=2"), strategy="solo"
     )
-    assert sorted(run.model.centres().round(-1).tolist()) == [[0, 0], [0, 20], [20, 0]]
+    assert sorted(run.model.tables()["centres"].round(-1).tolist()) == [[0, 0], [0, 20], [20, 0]]
     assert run.metrics["validation_loss"] == pytest.approx(2, rel=0.1)
 
 

@@ -36,8 +36,7 @@ class KMeans(Kernel):
     """
 
     initial: Array
-    """[clusters, dim]: how centres begin (`sampled`, `plus_plus`). The table `moves` holds how far they have gone from
-    there."""
+    """[clusters, dim]: how centres begin (`sampled`, `plus_plus`)."""
     minibatch: int = 1024
     """Rows whose nearest centres are found before one of them moves a centre."""
     dtype: str = "float32"
@@ -71,9 +70,13 @@ class KMeans(Kernel):
     def tables(self) -> dict[str, Rows]:
         clusters, dim = self.initial.shape
         return {
-            "moves": Rows(rows=clusters, dim=dim, dtype=self.dtype),
+            "centres": Rows(rows=clusters, dim=dim, dtype=self.dtype),
             "counts": Rows(rows=clusters, dtype=self.dtype),
         }
+
+    @override
+    def initial_rows(self, table: str, keys: NDArray[np.int64] | range, seed: int) -> Array:
+        return self.initial[np.asarray(keys)] if table == "centres" else super().initial_rows(table, keys, seed)
 
     @override
     def prepare(self, batch: Any, random: int) -> dict[str, Array]:
@@ -88,20 +91,19 @@ class KMeans(Kernel):
 
     @override
     def step(self, rows: Arrays, batch: Arrays, rate: float) -> float:
-        moves, counts, points = rows["moves"], rows["counts"].reshape(-1), batch["points"]
+        centres, counts, points = rows["centres"], rows["counts"].reshape(-1), batch["points"]
         loss = 0.0
         for start in range(0, len(points), self.minibatch):
             some = points[start : start + self.minibatch]
-            centres = self.initial + moves
             nearest = nearest_centres(centres, some)
             loss += float(_squared_distances(centres, some, nearest))
-            _move(self.initial, moves, counts, some, nearest, moves.dtype.type(rate))
+            _move(centres, counts, some, nearest, centres.dtype.type(rate))
         return loss
 
     @override
     def measure(self, rows: Arrays, batch: Arrays) -> Measures:
         """loss: the mean squared distance to the nearest centre."""
-        centres, points = self.initial + rows["moves"], batch["points"]
+        centres, points = rows["centres"], batch["points"]
         nearest = nearest_centres(centres, points)
         return {"loss": (float(_squared_distances(centres, points, nearest)) / len(points), len(points))}
 
@@ -111,16 +113,11 @@ class KMeans(Kernel):
 
 
 class KMeansModel(KernelModel):
-    """Its tables, and the centres that are made of them."""
-
-    def centres(self) -> Array:
-        """[clusters, dim]"""
-        assert isinstance(self.kernel, KMeans)
-        return self.kernel.initial + self.tables()["moves"]  # type: ignore[no-any-return]
+    """Its tables: `centres` [clusters, dim], and `counts`."""
 
     def nearest(self, points: Any) -> NDArray[np.int64]:
         """int64 [rows]: the number of the centre nearest to each row of an array [rows, dim]."""
-        return nearest_centres(self.centres(), self.kernel.prepare(points, 0)["points"])
+        return nearest_centres(self.tables()["centres"], self.kernel.prepare(points, 0)["points"])
 
 
 def sampled(points: Any, clusters: int, seed: int) -> Array:
@@ -180,13 +177,13 @@ def _squared_distances(centres: Array, points: Array, nearest: Array) -> float:
 
 
 @compiled
-def _move(initial: Array, moves: Array, counts: Array, points: Array, nearest: Array, rate: Any) -> None:
+def _move(centres: Array, counts: Array, points: Array, nearest: Array, rate: Any) -> None:
     for n in range(np.uint64(len(points))):
         center = np.uint64(nearest[n])
         counts[center] += 1
         share = rate / counts[center]
         for d in range(np.uint64(points.shape[1])):
-            moves[center, d] += share * (points[n, d] - initial[center, d] - moves[center, d])
+            centres[center, d] += share * (points[n, d] - centres[center, d])
 
 
 def reference_step(kernel: KMeans, rows: dict[str, Array], batch: Arrays, rate: float) -> float:
@@ -194,12 +191,11 @@ def reference_step(kernel: KMeans, rows: dict[str, Array], batch: Arrays, rate: 
     loss = 0.0
     for start in range(0, len(batch["points"]), kernel.minibatch):
         some = batch["points"][start : start + kernel.minibatch]
-        squares = (some[:, None] - (kernel.initial + rows["moves"])) ** 2  # [rows, clusters, dim]
+        squares = (some[:, None] - rows["centres"]) ** 2  # [rows, clusters, dim]
         nearest = squares.sum(2).argmin(1)
         loss += float(squares.sum(2).min(1).sum())
         for point, center in zip(some, nearest, strict=True):
             rows["counts"][center] += 1
             share = rate / rows["counts"][center, 0]
-            position = kernel.initial[center] + rows["moves"][center]
-            rows["moves"][center] = (1 - share) * position + share * point - kernel.initial[center]
+            rows["centres"][center] = (1 - share) * rows["centres"][center] + share * point
     return loss
