@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ class Products(Kernel):
     items: int = 30
     rank: int = 3
     dtype: str = "float64"
+
+    paired: ClassVar[bool] = True
 
     def tables(self) -> dict[str, Rows]:
         users, items = ({"fields": (field,), "dtype": self.dtype} for field in ("user", "item"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,11 @@ from manyhands.sparse.initial import initial_rows
 
 EPOCHS, BLOCKS, RATE, SEED = 3, 4, 0.02, 5
 Tables = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpaired(Products):
+    paired: ClassVar[bool] = False
 
 
 def trained(workers: int = 1, **options: Any) -> mh.Run:
@@ -121,6 +127,12 @@ def test_a_stream_and_more_blocks_than_keys_are_refused() -> None:
         trained(train_data=lambda: iter([{"user": 1, "item": 1, "number": 1.0}]), validation_data=None)
     with pytest.raises(mh.BadInput, match="31 blocks"):
         trained(strategy="rotate:blocks=31")
+
+
+@pytest.mark.parametrize("kernel", [mh.kernels.Linear(features=3), mh.kernels.Cuts(known=[0, 1]), Unpaired()])
+def test_kernels_whose_rows_have_other_keys_are_refused(kernel: mh.Kernel) -> None:
+    with pytest.raises(mh.Unsupported, match="two fields"):
+        trained(kernel=kernel)
 
 
 def test_a_model_is_refused() -> None:

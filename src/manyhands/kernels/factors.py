@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class Factors(Kernel):
     biases: bool = True
     """Whether each user and each item has a number that is added to its predictions."""
     dtype: str = "float32"
+
+    paired: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "rank"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ class Glove(Kernel):
     alpha: float = 0.75
     """A rarer pair weighs (count / x_max) ** alpha."""
     dtype: str = "float32"
+
+    paired: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("words", "dim"):

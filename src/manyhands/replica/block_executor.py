@@ -15,7 +15,7 @@ from typing_extensions import override
 from manyhands.comm.background import Background, Started
 from manyhands.comm.group import Group
 from manyhands.data.strata import Cell, Cells, KeyBlocks
-from manyhands.errors import ManyhandsError, Unsupported
+from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.replica.evaluation import Measured
 from manyhands.replica.executor import Allocate, StepExecutor, StepLoss, shards_of
 from manyhands.replica.kernel_executor import not_finite
@@ -199,31 +199,25 @@ class BlockExecutor(StepExecutor):
 
 
 def two_fields(kernel: Kernel) -> dict[str, int]:
-    """{field: how many keys it has}, of the two fields that name all of a kernel's tables; that of most numbers comes first,
-    whose blocks stay. Unsupported for other kernels."""
+    """{field: how many keys it has}, of the two fields that name a kernel's tables; that of most numbers comes first, whose
+    blocks stay. Unsupported for kernels that are not `paired`."""
+    if not kernel.paired:
+        raise Unsupported(
+            f"strategy rotate cuts tables where each row of the data has one key in each of two fields, as a rating has a user and an item, and kernel "
+            f"{kernel.name} has other rows: use hogwild, local-sgd or downpour"
+        )
     numbers: dict[str, int] = {}
     keys: dict[str, int] = {}
     for name, rows in kernel.tables().items():
-        if len(rows.fields) != 1:
-            where = (
-                f"the fields {' and '.join(rows.fields)}"
-                if rows.fields
-                else "no field, so that each step changes all of it"
+        if len(rows.fields) != 1 or keys.setdefault(rows.fields[0], rows.rows) != rows.rows:
+            raise BadInput(
+                f"kernel {kernel.name} is `paired`: each of its tables must be named by one field, and those of one field have equally many rows; "
+                f"{name} has the fields {rows.fields} and {rows.rows:,} rows"
             )
-            raise Unsupported(
-                f"strategy rotate cuts tables that are named by one of two fields, as those of a factorisation are, and table {name} of kernel {kernel.name} is "
-                f"named by {where}: use hogwild, local-sgd or downpour"
-            )
-        (field,) = rows.fields
-        numbers[field] = numbers.get(field, 0) + rows.rows * rows.dim
-        if keys.setdefault(field, rows.rows) != rows.rows:
-            raise Unsupported(
-                f"tables of kernel {kernel.name} that are named by {field!r} have {keys[field]:,} and {rows.rows:,} rows"
-            )
+        numbers[rows.fields[0]] = numbers.get(rows.fields[0], 0) + rows.rows * rows.dim
     if len(keys) != 2:
-        raise Unsupported(
-            f"strategy rotate needs a kernel whose tables are named by exactly two fields, and those of {kernel.name} are named by {len(keys)} "
-            f"({', '.join(keys)}): use hogwild, local-sgd or downpour"
+        raise BadInput(
+            f"kernel {kernel.name} is `paired`: its tables must be named by two fields, not by {', '.join(keys)}"
         )
     return {field: keys[field] for field in sorted(keys, key=lambda field: -numbers[field])}
 

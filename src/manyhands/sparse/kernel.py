@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -62,6 +62,10 @@ class Kernel(ABC):
     For each slice of a global batch the loop calls `prepare`, then `step`. Tables lie in the flat vector of a replica:
     every strategy that exchanges parameters or updates trains a kernel.
     """
+
+    paired: ClassVar[bool] = False
+    """Whether each row of the data has one key in each of two fields, as a rating has a user and an item, and each table is
+    named by one of them: strategy rotate can cut its tables."""
 
     @property
     def name(self) -> str:
