@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.mapped import mapped
 from manyhands.data.ragged import Ragged
 from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.sparse.compile import compiled
@@ -86,7 +86,7 @@ def count_cooccurrences(
             for columns in _merged(runs, ends, symmetric):
                 for part, column in zip(parts, columns, strict=True):
                     part.write(column.view(np.uint8).data)
-            return Cooccurrences(*(map(_mapped, parts, (np.uint32, np.uint32, np.float32))))
+            return Cooccurrences(*(map(mapped, parts, (np.uint32, np.uint32, np.float32))))
     except OSError as error:
         raise ManyhandsError(
             f"cannot write the counts of pairs of words to {folder}: {error.strerror}. Give folder=, one with more room"
@@ -95,12 +95,6 @@ def count_cooccurrences(
 
 def _file(folder: str, files: ExitStack) -> BinaryIO:
     return files.enter_context(tempfile.TemporaryFile(dir=folder, prefix="manyhands-"))
-
-
-def _mapped(file: BinaryIO, dtype: type) -> Array:
-    """[n]: what was written. Changes stay with the process that makes them."""
-    file.flush()
-    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype)
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -133,9 +127,7 @@ def _counted(
         raise BadInput(
             f"no text of the corpus has two words of the vocabulary: there are no pairs to count in {len(corpus):,} texts"
         )
-    file.flush()
-    runs = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint64)
-    return runs.reshape(-1, 2), np.array(ends)
+    return mapped(file, np.uint64).reshape(-1, 2), np.array(ends)
 
 
 def _spill(keys: Array, counts: Array, file: BinaryIO) -> int:

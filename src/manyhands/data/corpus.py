@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import units
+from manyhands.data.mapped import mapped
 from manyhands.data.ragged import Array, Ragged
 from manyhands.data.readers import shared_files
 from manyhands.errors import BadInput, is_whole
@@ -378,7 +378,7 @@ class _Text:
 
     def columns(self) -> tuple[Array, Array]:
         """(words uint32 [words], ends int64 [lines])"""
-        return _mapped(self._words, np.uint32), _mapped(self._ends, np.int64)
+        return mapped(self._words, np.uint32), mapped(self._ends, np.int64)
 
 
 def _compacted(
@@ -410,12 +410,4 @@ def _compacted(
             empty += int((pieces == 0).sum())
             split += int((pieces > 1).sum())
         counted = Counted(lines=text.lines, words=text.words, rare=text.words - kept, empty=empty, split=split)
-        return _mapped(offsets, np.int64), _mapped(own_words, np.uint32), vocabulary, counted
-
-
-def _mapped(file: Any, dtype: type[np.generic]) -> Array:
-    """What a file holds, mapped: what is written to the array stays in this process, and the file needs no name."""
-    file.flush()
-    if not os.fstat(file.fileno()).st_size:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(file, dtype, mode="c"))
+        return mapped(offsets, np.int64), mapped(own_words, np.uint32), vocabulary, counted

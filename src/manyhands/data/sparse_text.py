@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.mapped import mapped
 from manyhands.errors import BadInput
 from manyhands.sparse.compile import compiled_exact
 
@@ -84,7 +85,7 @@ def read(
                 rows = _read_file(name, file, found, files, offset, limits, zero_based)
             if not rows:
                 raise BadInput(f"{name} has no rows: it is empty, or holds comments alone")
-        columns = {name: _mapped(file, found.dtypes[name]) for name, file in files.items()}
+        columns = {name: mapped(file, found.dtypes[name]) for name, file in files.items()}
     return SparseText(**columns)
 
 
@@ -194,14 +195,6 @@ def _append(found: _Columns, files: dict[str, IO[bytes]], offset: Array, rows: i
     parts |= {"values": found.values[:entries]} | ({"fields": found.fields[:entries]} if found.with_fields else {})
     for name, part in parts.items():
         files[name].write(part.data)
-
-
-def _mapped(file: IO[bytes], dtype: Any) -> Array:
-    """A plain array, so that it is sent to workers out of band."""
-    file.flush()
-    if not file.seek(0, 2):
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(file, dtype, mode="c"))
 
 
 def _message(
