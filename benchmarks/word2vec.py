@@ -32,7 +32,7 @@ from scipy.stats import spearmanr
 
 import manyhands as mh
 from manyhands.data.corpus import Corpus
-from manyhands.kernels.skip_gram import WordVectors
+from manyhands.kernels.word_vectors import WordVectors
 from manyhands.tasks.word2vec_task import word2vec
 
 DICTIONARIES, FORTUNES = Path("/usr/share/dictd"), Path("/usr/share/games/fortunes")

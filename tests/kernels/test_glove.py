@@ -11,9 +11,10 @@ import torch
 
 import manyhands as mh
 from manyhands.data.cooccurrence import count_cooccurrences
+from manyhands.data.corpus import Vocabulary
 from manyhands.data.ragged import Ragged
 from manyhands.errors import BadInput
-from manyhands.kernels.glove import Glove, GloveModel, reference_step
+from manyhands.kernels.glove import Glove, GloveVectors, reference_step
 from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
 
 BATCH = {
@@ -82,7 +83,7 @@ def test_words_of_planted_topics_are_found_together() -> None:
         epochs=20,
         strategy="solo",
     )
-    assert isinstance(run.model, GloveModel)
+    assert isinstance(run.model, GloveVectors)
     tables = run.model.tables()
     vectors = run.model.vectors()
     assert np.array_equal(vectors, tables["words"] + tables["contexts"])
@@ -91,6 +92,17 @@ def test_words_of_planted_topics_are_found_together() -> None:
     np.fill_diagonal(similar, -1)
     nearest = np.argsort(-similar, 1)[:, :10]
     assert (topic[nearest] == topic[:, None]).mean() > 0.97
+    with pytest.raises(BadInput, match="vocabulary"):  # its words are numbers
+        run.model.most_similar("word")
+
+
+def test_a_vocabulary_names_the_words() -> None:
+    kernel = Glove(vocabulary=Vocabulary(["the", "of", "and"], [5, 4, 4]), dim=4)
+    assert kernel.words == 3
+    model = kernel.module(0)
+    assert {word for word, _ in model.most_similar("the")} == {"of", "and"}
+    with pytest.raises(BadInput, match="3 words"):
+        Glove(vocabulary=kernel.vocabulary, words=4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 import manyhands as mh
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput
-from manyhands.kernels.skip_gram import SkipGram, WordVectors
+from manyhands.kernels.skip_gram import SkipGram
+from manyhands.kernels.word_vectors import WordVectors
 from manyhands.tasks.finding import task_of
 from manyhands.tasks.word2vec_task import SLICE_WORDS
 

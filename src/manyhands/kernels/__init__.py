@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.kernels.kmeans import KMeans as KMeans
     from manyhands.kernels.linear import Linear as Linear
     from manyhands.kernels.skip_gram import SkipGram as SkipGram
-    from manyhands.kernels.skip_gram import WordVectors as WordVectors
+    from manyhands.kernels.word_vectors import WordVectors as WordVectors
 
 _WHERE = {
     "Cuts": "cuts",
@@ -26,7 +26,7 @@ _WHERE = {
     "KMeans": "kmeans",
     "Linear": "linear",
     "SkipGram": "skip_gram",
-    "WordVectors": "skip_gram",
+    "WordVectors": "word_vectors",
 }
 
 

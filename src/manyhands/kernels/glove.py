@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from manyhands.data.corpus import Vocabulary
 from manyhands.errors import BadInput, is_number, is_whole
+from manyhands.kernels.word_vectors import WordVectors
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, KernelModel, Measures, check_keys, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, Measures, check_keys, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -29,8 +31,10 @@ Array = NDArray[Any]
 class Glove(Kernel):
     """Data: a dict of the columns `rows` and `columns` (numbers of words) and `counts` (above 0), such as `Cooccurrences` has."""
 
-    words: int
-    """How many words the vocabulary has."""
+    words: int | None = None
+    """How many words there are. Default: as many as the vocabulary has."""
+    vocabulary: Vocabulary | None = None
+    """The corpus's, by which the model finds words; without it, they have numbers alone."""
     dim: int = 100
     """Numbers a vector."""
     x_max: float = 100.0
@@ -42,6 +46,10 @@ class Glove(Kernel):
     paired: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.words is None and self.vocabulary is not None:
+            object.__setattr__(self, "words", len(self.vocabulary))
+        if self.vocabulary is not None and self.words != len(self.vocabulary):
+            raise BadInput(f"kernel Glove: its vocabulary has {len(self.vocabulary):,} words, not words={self.words!r}")
         for name in ("words", "dim"):
             if not is_whole(getattr(self, name)):
                 raise BadInput(
@@ -67,6 +75,7 @@ class Glove(Kernel):
     def prepare(self, batch: Any, random: int) -> dict[str, Array]:
         """`logs`: the logarithms of the counts; `weights`: f(count) of the paper."""
         found = columns_of(batch, ("rows", "columns", "counts"), self)
+        assert self.words is not None
         check_keys(found["rows"], self.words, "rows", self)
         check_keys(found["columns"], self.words, "columns", self)
         counts = found.pop("counts").astype(self.dtype, copy=False)
@@ -89,13 +98,14 @@ class Glove(Kernel):
         return {"loss": (float(_measure(*tables, *batch.values(), self.dim)) / n, n)}
 
     @override
-    def module(self, seed: int) -> GloveModel:
-        return GloveModel(self, seed)
+    def module(self, seed: int) -> GloveVectors:
+        return GloveVectors(self, seed)
 
 
-class GloveModel(KernelModel):
-    """Its tables, and the vectors of words that are made of them."""
+class GloveVectors(WordVectors):
+    """The vectors that GloVe has found."""
 
+    @override
     def vectors(self) -> Array:
         """[words, dim]: a word's row among the words and that among the contexts, added."""
         tables = self.tables()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from manyhands.data.cooccurrence import count_cooccurrences
+from manyhands.data.corpus import Corpus
 from manyhands.kernels.glove import Glove
 from manyhands.task import Task
 from manyhands.tasks.table_file import slice_rows
@@ -35,15 +36,13 @@ def glove(
 
     Pairs come in the order of `Cooccurrences`, which is one for training: shuffle=False.
     """
-    from manyhands.data.corpus import Corpus
-
     corpus = Corpus.read(path, min_count=min_count, lower=lower, max_words=max_words)
     _LOG.info("%s: %r", path, corpus)
     pairs = count_cooccurrences(corpus, window=window, symmetric=symmetric, memory=memory, progress=_report)
     _LOG.info("%s: %r", path, pairs)
     task = Task(
         name="glove",
-        kernel=Glove(words=len(corpus.vocabulary), dim=dim, x_max=x_max, alpha=alpha),
+        kernel=Glove(vocabulary=corpus.vocabulary, dim=dim, x_max=x_max, alpha=alpha),
         rate=0.05,
         train_data=pairs.data(),
         shuffle=False,
