@@ -26,7 +26,7 @@ import typer
 
 import manyhands as mh
 import plain
-from manyhands import engines, spec
+from manyhands import engines, spec, tasks
 from manyhands.cli.commands import app
 from manyhands.comm.codecs import codec_of
 from manyhands.engines import cluster
@@ -88,6 +88,8 @@ def resolve(code: str) -> None:
     """Raise AssertionError unless this is something of ours, or of a library; train what is a strategy."""
     if code.partition(":")[0] in CATALOGUE:
         train_briefly(filled_in(code))
+    elif code.partition(":")[0] in tasks.CATALOGUE and ":" in code:
+        check_task(code)
     elif code.split()[0] == "manyhands":
         check_command(shlex.split(code.replace("…", "")))
     elif code.partition(":")[0] in engines.CATALOGUE:
@@ -134,6 +136,13 @@ def train_briefly(text: str) -> mh.Run:
     return run
 
 
+def check_task(text: str) -> None:
+    """The options of a ready-made task, whose files are not there."""
+    name, given = spec.parse(text)
+    unknown = given.keys() - spec.options_of(spec.find(name, tasks.CATALOGUE, "task")).keys()
+    assert not unknown, f"task {name} has no {sorted(unknown)}"
+
+
 # -- commands and options ---------------------------------------------------------------------------------------------
 
 
@@ -159,7 +168,9 @@ def options() -> set[str]:
         takers += [mh.spark.Estimator.__init__, mh.spark.frame]
     found = {name for taker in takers for name in inspect.signature(taker).parameters}
     found |= {field.name for field in dataclasses.fields(mh.Task)} | {"workers_per_host"}
-    return found | {name for one in CATALOGUE for name in spec.options_of(spec.find(one, CATALOGUE, "strategy"))}
+    makers = [spec.find(one, tasks.CATALOGUE, "task") for one in tasks.CATALOGUE]
+    makers += [spec.find(one, CATALOGUE, "strategy") for one in CATALOGUE]
+    return found | {name for maker in makers for name in spec.options_of(maker)}
 
 
 def is_option(code: str) -> bool:
@@ -214,6 +225,8 @@ def check_expression(node: ast.expr) -> Any:
             return roots().get(name)
         case ast.Attribute(value=value, attr=name):
             owner = check_expression(value)
+            if owner is mh.Run and name == "model":  # of a kernel, where rows ask it for something
+                return mh.kernels.WordVectors
             if name == "spark" and not find_spec("pyspark"):
                 pytest.skip("needs pyspark")
             if isinstance(owner, type) and name in (fields := get_type_hints(owner)):

@@ -7,7 +7,7 @@ Sources: Matrix Factorization Techniques for Recommender Systems, Yehuda Koren, 
 (the model). A Learning-Rate Schedule for Stochastic Gradient Methods to Matrix Factorization, Wei-Sheng Chin, Yong Zhuang,
 Yu-Chin Juan, Chih-Jen Lin, 2015 (the rate by row).
 
-Deviations from the second paper: one sum a row, not two for two parts of its factors of which one rests in the first pass;
+Deviations: of the second paper, one sum a row, not two for two parts of its factors of which one rests in the first pass;
 biases, which have a sum of their own.
 """
 

@@ -4,7 +4,7 @@ Source: GloVe: Global Vectors for Word Representation, Jeffrey Pennington, Richa
 https://aclanthology.org/D14-1162/. Where the paper leaves a choice, this is the authors' program: sums that begin with 1
 and take squares of rate · gradient, and vectors that are the sum of a word's two rows.
 
-Deviations from the program: biases begin with 0, and no gradient is clipped.
+Deviations: of the program, biases begin with 0, and no gradient is clipped.
 """
 
 from __future__ import annotations
