@@ -1,6 +1,6 @@
 """Logistic regression on rows like RCV1's: rows/s and accuracy beside scikit-learn, and what two workers without locks gain.
 
-    python benchmarks/linear.py [--rows 400000] [--blocks 5] [--epochs 8] [--peer-python PYTHON] [--json FILE]
+    python benchmarks/linear.py [--rows 800000] [--blocks 5] [--epochs 8] [--peer-python PYTHON] [--json FILE]
 
 Rows are generated: 47,000 features, about 75 a row, frequencies as words have them (Zipf), values like tf-idf, of length 1;
 a planted weight vector with noise decides the targets. In alternating blocks, each in processes of its own:
@@ -253,10 +253,10 @@ def drawn(offsets: Array, cumulative: Array, names: Array) -> Array:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--rows", type=int, default=800_000)
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--slice", type=int, default=20_000, help="rows that a worker takes at once")
+    parser.add_argument("--slice", type=int, default=60_000, help="rows that a worker takes at once: about 10 ms")
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has scikit-learn")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args()
