@@ -1,7 +1,7 @@
 """Word vectors beside gensim's: raw words/s, and what the vectors know.
 
     python benchmarks/word2vec.py [--corpus FILE] [--peer-python PYTHON] [--dims 100 300] [--blocks 5] [--epochs 5]
-                                  [--seeds 3] [--workers 2] [--words N] [--parts speed lines quality topics] [--json FILE]
+                                  [--seeds 3] [--workers 2] [--cbow] [--words N] [--parts speed lines quality topics] [--json FILE]
 
 In alternating blocks, skip-gram by `hogwild` and by gensim with as many workers: window 5, negative 5, sample 1e-3, min_count 5,
 equal epochs. Seconds are of training alone, from the first step to the last, with what is compiled in the first; CPU seconds are
@@ -156,7 +156,8 @@ def train(
 ) -> tuple[dict[str, float], WordVectors]:
     """(raw words by second, the model)"""
     clock = Clock()
-    task = word2vec(str(corpus), dim=dim, epochs=epochs or args.epochs, seed=seed, worker_callback=clock)
+    options = {"dim": dim, "cbow": args.cbow, "epochs": epochs or args.epochs, "seed": seed}
+    task = word2vec(str(corpus), **options, worker_callback=clock)
     run = mh.train(task, strategy="hogwild", engine="local", workers=args.workers, threads_per_worker=1)
     model = run.model
     assert isinstance(model, WordVectors)
@@ -168,7 +169,7 @@ def train(
 def peer(args: argparse.Namespace, corpus: Path, folder: Path, dim: int, seed: int) -> tuple[dict[str, Any], Vectors]:
     out = folder / "vectors.bin"
     program = Path(__file__).with_name("word2vec_peer.py")
-    options = {"dim": dim, "workers": args.workers, "epochs": args.epochs, "seed": seed}
+    options = {"dim": dim, "workers": args.workers, "epochs": args.epochs, "seed": seed, "cbow": int(args.cbow)}
     command = [args.peer_python, str(program), str(corpus), str(out)]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -309,6 +310,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--cbow", action="store_true", help="continuous bag of words, not skip-gram")
     parser.add_argument("--words", type=int, default=None, help="of the default corpus, at most")
     parser.add_argument("--parts", nargs="+", default=["speed", "lines", "quality", "topics"])
     parser.add_argument("--json", type=Path, default=None)

@@ -39,6 +39,13 @@ def test_options_are_those_of_the_kernel_and_of_tasks(text: Path) -> None:
     assert task_of(f"word2vec:path={text},cbow=true,rate=0.1").rate == 0.1
 
 
+def test_what_was_left_out_is_shown(text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        task = task_of(f"word2vec:path={text},min_count=1000")
+    assert task.train_data.counted.rare > 0
+    assert f"{task.train_data.counted.rare:,} rare words" in caplog.text
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="word2vec needs path"):
         task_of("word2vec")

@@ -113,9 +113,9 @@ class SkipGram(Kernel):
             raise BadInput(
                 f"kernel SkipGram has a vocabulary of {len(self.vocabulary):,} words, and its text one of {len(batch.vocabulary):,}: give it the text's own"
             )
-        seed = np.uint64(random % 2**64)
+        for_windows, for_words = (np.uint64((random + i) % 2**64) for i in range(2))
         centres, begins, ends, contexts = _windows(
-            batch.numbers(), batch.offsets, batch.words, self._stay, self.window, seed
+            batch.numbers(), batch.offsets, batch.words, self._stay, self.window, for_windows
         )
         examples = len(centres) if self.cbow else len(contexts)
         if not (self.shared or self.cbow):  # each pair is a centre of its own
@@ -125,7 +125,7 @@ class SkipGram(Kernel):
         if self.hierarchical:
             groups = _path_groups(centres, *self._paths)
         else:
-            groups = _drawn_groups(centres, self._noise, self.negative, seed + np.uint64(1))
+            groups = _drawn_groups(centres, self._noise, self.negative, for_words)
         outputs, signs, of = groups
         return {
             "contexts": contexts,

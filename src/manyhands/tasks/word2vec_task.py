@@ -37,7 +37,7 @@ def word2vec(
     max_words: see `Corpus`. rate: default 0.025, of cbow 0.05.
     """
     corpus = Corpus.read(path, min_count=min_count, lower=lower, max_words=max_words)
-    _LOG.info("%s: %r", path, corpus)
+    _LOG.warning("%s: %r", path, corpus)  # what was left out of the text
     task = Task(
         name="word2vec",
         kernel=SkipGram(
