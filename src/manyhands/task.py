@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import BadInput, UnknownName, Unsupported, is_number, is_whole
-from manyhands.metrics import Measure as Measure
-from manyhands.metrics import Metrics as Metrics
-from manyhands.metrics import Summed as Summed
 from manyhands.sparse.kernel import Kernel, LossOfKernel, ModelOfKernel, RateOfKernel, measured
+from manyhands.sparse.kernel import Measure as Measure
+from manyhands.sparse.kernel import Metrics as Metrics
+from manyhands.sparse.kernel import Summed as Summed
 from manyhands.worker_callback import WorkerCallbackFactory
 
 CONVEX = "convex"

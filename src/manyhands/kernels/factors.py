@@ -24,9 +24,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.errors import BadInput, is_number, is_whole
-from manyhands.metrics import Summed
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, Measures, check_keys, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, Measures, Summed, check_keys, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]

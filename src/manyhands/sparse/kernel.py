@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -15,11 +15,24 @@ from typing_extensions import override
 
 from manyhands import units
 from manyhands.errors import BadInput
-from manyhands.metrics import Summed
 from manyhands.sparse.initial import initial_rows
 from manyhands.sparse.rows import Rows
 
 Arrays = Mapping[str, NDArray[Any]]
+Measure = Tensor | tuple[Tensor, Any]  # a mean over the batch, or (mean, weight)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Metrics that are no means over rows (AUC, perplexity): what to sum over batches and workers, and the result."""
+
+    sums: Tensor
+    """[k] of this batch."""
+    result: Callable[[Tensor], Mapping[str, float]]
+    """(the sum of all batches, float64 [k] on the CPU) -> {name: metric}; the names take the place of this one's."""
+
+
+Metrics = Mapping[str, Measure | Summed | tuple[float, float]]
 Measures = Mapping[str, tuple[float, float] | Summed]
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.metrics import Summed
-from manyhands.sparse.kernel import Kernel, Measures
+from manyhands.sparse.kernel import Kernel, Measures, Summed
 from manyhands.testing.group_suite import checks_of, expect
 
 TOLERANCE = 1e-7
