@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.mapped import mapped
-from manyhands.data.ragged import Ragged
+from manyhands.data.ragged import Ragged, mapped
 from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.sparse.compile import compiled
 

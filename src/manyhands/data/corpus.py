@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import units
-from manyhands.data.mapped import mapped
-from manyhands.data.ragged import Array, Ragged
+from manyhands.data.ragged import Array, Ragged, mapped
 from manyhands.data.readers import shared_files
 from manyhands.errors import BadInput, is_whole
 

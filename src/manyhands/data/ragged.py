@@ -1,9 +1,10 @@
-"""Rows of different lengths in flat columns, of which a slice is a view and row numbers: nothing is copied."""
+"""Rows of different lengths in flat columns, of which a slice is a view and row numbers: nothing is copied. Columns of parsed
+text lie in files without names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,3 +69,14 @@ class Ragged:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self):,} rows"
+
+
+def mapped(file: IO[bytes], dtype: Any) -> NDArray[Any]:
+    """[n]: what was written to a file, which may be closed then. Changes stay with the process that makes them.
+
+    It is a plain array, which is sent to workers out of band, and writable, so that compiled functions see one type.
+    """
+    file.flush()
+    if not file.seek(0, 2):
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(file, dtype, mode="c"))

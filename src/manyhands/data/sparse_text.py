@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.mapped import mapped
+from manyhands.data.ragged import mapped
 from manyhands.errors import BadInput
 from manyhands.sparse.compile import compiled_exact
 
