@@ -33,7 +33,7 @@ from typing import Any
 import linear
 import machine
 import numpy as np
-from locks import acquire, load, release, store
+from locks import acquire, give_way, load, release, store
 from numpy.typing import NDArray
 
 import manyhands as mh
@@ -80,8 +80,9 @@ def take_seat(turns: Array) -> int:
 
 @compiled
 def wait_for_turn(turns: Array, seat: int, workers: int) -> None:
+    tries = 0
     while load(turns, 0) != seat:
-        pass
+        tries = give_way(tries)
 
 
 @compiled
@@ -268,7 +269,7 @@ def completion_task(scale: float) -> tuple[Callable[..., Any], dict[str, Any]]:
     left, right = random.normal(size=(users, 8)) / 8**0.5, random.normal(size=(items, 8))
     ratings = (left[user] * right[item]).sum(1) + 0.3 * random.normal(size=count)
     data = {"users": user.astype(np.int32), "items": item.astype(np.int32), "ratings": ratings.astype(np.float32)}
-    fields = {"train_data": data, "test_data": data, "rate": 0.03, "batch_size": count // 40}
+    fields = {"train_data": data, "test_data": data, "rate": 0.1, "batch_size": count // 40}
     return lambda **way: Completion(users=users, items=items, rank=32, biases=False, **way), fields
 
 

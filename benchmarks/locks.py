@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -58,6 +59,15 @@ def _store(context: Any, locks: Any, key: Any, value: Any) -> Any:
     return numba.types.void(locks, key, value), generate
 
 
+def _yield(context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
 def _look(context: Any, locks: Any, key: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -75,13 +85,28 @@ load: Any = intrinsic(_load)
 """load(numbers, key): int32, read anew each time; what its writer did before is seen."""
 store: Any = intrinsic(_store)
 """store(numbers, key, value): by the only one who may write it now."""
+yield_processor: Any = intrinsic(_yield)
+"""yield_processor(): another process may go on here, the system's sched_yield."""
 is_free: Any = intrinsic(_look)
 """is_free(locks, key): read anew each time, which a plain read in a loop need not be."""
+
+
+_SPINS = 1000  # about a microsecond: longer, and whoever is waited for may have no processor
+
+
+@compiled
+def give_way(tries: int) -> int:
+    """After so many tries in vain: another process may have this processor. Returns the number of the next try."""
+    if tries >= _SPINS:
+        yield_processor()
+        return 0
+    return tries + 1
 
 
 @compiled
 def acquire(locks: Array, key: int) -> None:
     """Wait until the lock is free, and hold it. Who needs several takes them in one order, always the same."""
+    tries = 0
     while not take(locks, np.uint64(key)):
         while not is_free(locks, np.uint64(key)):  # reads alone: the cache line stays where it is
-            pass
+            tries = give_way(tries)

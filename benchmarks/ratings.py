@@ -8,7 +8,8 @@ In alternating blocks, one worker (solo) and each peer on one core, on the same 
 ridge: users by a log-normal law, items by Zipf's, planted factors of rank 20 with biases and noise, rounded to half
 stars from 0.5 to 5; a tenth is held out. Seconds are of arranging the ratings and of training; numba compiles before.
 `cells` is the order by cells that the task `factors` takes, `random` an order drawn anew for each epoch. surprise takes
-two epochs of fewer ratings: its rate alone is compared.
+two epochs of fewer ratings: its rate alone is compared. `rotate 1` and `rotate 2` are strategy rotate with eight blocks on
+one and two workers, in processes of their own; their wall seconds are those of all epochs but the first, which compiles.
 
 Needs the packages libmf and scikit-surprise in the interpreter of --peer-python (default: this one). libmf's package is
 built without vector instructions; --libmf-object names its sources' library as its authors build it, an arm of its own:
@@ -36,7 +37,7 @@ import manyhands as mh
 from manyhands.data.cells import by_cells
 from manyhands.kernels.factors import Factors
 
-RMSE_GOAL, LIBMF_GOAL, SURPRISE_GOAL = 0.005, 0.75, 2.0
+RMSE_GOAL, LIBMF_GOAL, SURPRISE_GOAL, ROTATE_GOAL = 0.005, 0.75, 2.0, 1.7
 NOISE, DEVIATION, BIAS = 0.5, 0.6, 0.4  # in stars: of noise, of inner products, of biases
 SURPRISE_EPOCHS = 2
 
@@ -67,6 +68,8 @@ def main() -> None:
             if args.surprise_ratings:
                 count = min(args.surprise_ratings, len(train["ratings"]))
                 block["surprise"] = peer(args, "surprise", folder, count, SURPRISE_EPOCHS)
+            for workers in (1, 2):
+                block[f"rotate {workers}"] = rotated(args, train, test, workers)
             blocks.append(block)
             print(
                 f"block {number}  " + "  ".join(f"{arm} {one['cpu_ns']:.1f}" for arm, one in block.items()), flush=True
@@ -92,6 +95,10 @@ def verdicts(found: dict[str, dict[str, float]]) -> None:
         )
     more = cells["rmse"] - found["libmf"]["rmse"]
     print(f"error {more:+.4f} beside libmf's (goal at most {RMSE_GOAL:+}: {'met' if more <= RMSE_GOAL else 'not met'})")
+    gain = found["rotate 1"]["wall_ns"] / found["rotate 2"]["wall_ns"]
+    print(
+        f"rotate: two workers {gain:.2f} times as fast as one (goal {ROTATE_GOAL}: {'met' if gain >= ROTATE_GOAL else 'not met'})"
+    )
     print(f"cells: {found['random']['cpu_ns'] / cells['cpu_ns']:.2f} times the random order's ratings a CPU second")
 
 
@@ -127,6 +134,28 @@ def ours(args: argparse.Namespace, train: Columns, test: Columns, order: str, ep
     model: Any = run.model
     rmse = model.kernel.measure(model.tables(), model.kernel.prepare(test, 0))["rmse"]
     return {**a_rating(seconds, len(train["ratings"]), epochs), **rmse.result(rmse.sums)}
+
+
+def rotated(args: argparse.Namespace, train: Columns, test: Columns, workers: int) -> dict[str, float]:
+    mean, scale = float(train["ratings"].mean()), float(train["ratings"].std())
+    run = mh.train(
+        kernel=Factors(users=args.users, items=args.items, rank=args.rank, ridge=args.ridge, mean=mean, scale=scale),
+        rate=args.rate,
+        train_data=train,
+        epochs=args.epochs,
+        strategy="rotate:blocks=8",
+        engine="local:apart=true" if workers == 1 else "local",
+        workers=workers,
+        threads_per_worker=1,
+    )
+    first = max(row["seconds"] for row in run.history if row["epoch"] == 0)
+    seconds = {
+        "cpu_s": sum(row["compute_s"] for row in run.history if row["epoch"]),  # of all workers
+        "wall_s": run.history[-1]["seconds"] - first,
+    }
+    model: Any = run.model
+    rmse = model.kernel.measure(model.tables(), model.kernel.prepare(test, 0))["rmse"]
+    return {**a_rating(seconds, len(train["ratings"]), args.epochs - 1), **rmse.result(rmse.sums)}
 
 
 def peer(
