@@ -150,7 +150,7 @@ def rotated(args: argparse.Namespace, train: Columns, test: Columns, workers: in
     )
     first = max(row["seconds"] for row in run.history if row["epoch"] == 0)
     seconds = {
-        "cpu_s": sum(row["compute_s"] for row in run.history if row["epoch"]),  # of all workers
+        "cpu_s": workers * sum(row["compute_s"] for row in run.history if row["epoch"]),  # compute_s: the workers' mean
         "wall_s": run.history[-1]["seconds"] - first,
     }
     model: Any = run.model
