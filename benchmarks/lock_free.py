@@ -46,7 +46,7 @@ Arrays = Mapping[str, Array]
 
 FREE, LOCKS, TURNS = 0, 1, 2
 WAYS = {"free": FREE, "locks": LOCKS, "turns": TURNS}
-EPOCHS = 4
+EPOCHS, BATCHES = 4, 16
 _SEATS: dict[int, int] = {}  # of this process: which turn is its own
 
 
@@ -258,35 +258,35 @@ def cuts(
 
 
 def svm_task(scale: float) -> tuple[Callable[..., Any], dict[str, Any]]:
-    rows = linear.generated(_even(200_000 * scale))
-    fields = {"train_data": rows, "test_data": rows, "rate": 0.05, "batch_size": len(rows) // 40}
+    rows = linear.generated(_even(120_000 * scale))
+    fields = {"train_data": rows, "test_data": rows, "rate": 0.05, "batch_size": len(rows) // BATCHES}
     return lambda **way: Svm(features=rows.features, loss="hinge", bias=False, **way), fields
 
 
 def completion_task(scale: float) -> tuple[Callable[..., Any], dict[str, Any]]:
-    count, users, items, random = _even(4_000_000 * scale), 50_000, 10_000, np.random.default_rng(0)
+    count, users, items, random = _even(2_400_000 * scale), 50_000, 10_000, np.random.default_rng(0)
     user, item = random.integers(0, users, count), (items * random.random(count) ** 2).astype(np.int64)
     left, right = random.normal(size=(users, 8)) / 8**0.5, random.normal(size=(items, 8))
     ratings = (left[user] * right[item]).sum(1) + 0.3 * random.normal(size=count)
     data = {"users": user.astype(np.int32), "items": item.astype(np.int32), "ratings": ratings.astype(np.float32)}
-    fields = {"train_data": data, "test_data": data, "rate": 0.1, "batch_size": count // 40}
+    fields = {"train_data": data, "test_data": data, "rate": 0.1, "batch_size": count // BATCHES}
     return lambda **way: Completion(users=users, items=items, rank=32, biases=False, **way), fields
 
 
 def cuts_task(scale: float) -> tuple[Callable[..., Any], dict[str, Any]]:
-    count, nodes, classes, random = _even(2_000_000 * scale), 100_000, 8, np.random.default_rng(0)
+    count, nodes, classes, random = _even(800_000 * scale), 100_000, 8, np.random.default_rng(0)
     planted = random.integers(0, classes, nodes)
     u, v = random.integers(0, nodes, (2, count))
     weights = np.where(planted[u] == planted[v], 1.0, 0.05).astype(np.float32)
     known = np.where(np.arange(nodes) < nodes // 10, planted, -1)
     data = {"nodes": u.astype(np.int32), "others": v.astype(np.int32), "weights": weights}
-    fields = {"train_data": data, "test_data": data, "rate": 0.05, "batch_size": count // 40}
+    fields = {"train_data": data, "test_data": data, "rate": 0.05, "batch_size": count // BATCHES}
     return lambda **way: WaitingCuts(known=known, classes=classes, **way), fields
 
 
 def _even(count: float) -> int:
-    """Rows that 4 workers share evenly in each of 40 global batches: those who take turns make equally many steps."""
-    return max(1, round(count / 160)) * 160
+    """Rows that 4 workers share evenly in each global batch: those who take turns make equally many steps."""
+    return max(1, round(count / (4 * BATCHES))) * 4 * BATCHES
 
 
 PROBLEMS = {"svm": svm_task, "completion": completion_task, "cuts": cuts_task}
