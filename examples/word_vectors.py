@@ -69,7 +69,6 @@ with tempfile.TemporaryDirectory() as folder:
     if args.text is None:
         documentation(Path(folder))
     task = mh.tasks.word2vec(str(args.text or folder), lower=True, epochs=args.epochs, max_words=20_000)
-print(task.train_data)
 
 run = mh.train(task, strategy="hogwild", workers=2)  # two workers write one memory, without locks
 print(run.summary())
