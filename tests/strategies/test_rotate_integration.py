@@ -41,20 +41,20 @@ def trained(workers: int = 1, **options: Any) -> mh.Run:
     )
 
 
-def cell_by_cell() -> Tables:
+def cell_by_cell(steps: int = EPOCHS * BLOCKS) -> Tables:
     """The same by hand: whole tables, keys as they are."""
     kernel, data = Products(), rows_of_products()
     tables = {name: initial_rows(rows, name, SEED, range(rows.rows)) for name, rows in kernel.tables().items()}
     counts = count_keys(open_source(data), {"user": 40, "item": 30}, lambda batch: kernel.prepare(batch, 0))
     blocks = KeyBlocks.of(counts, BLOCKS, SEED)
     (user_block, _), (item_block, _) = blocks.places("user"), blocks.places("item")
-    for epoch in range(EPOCHS):
-        for stratum in range(BLOCKS):
-            for i in range(BLOCKS):
-                j = (i + stratum) % BLOCKS
-                own = np.flatnonzero((user_block[data["user"]] == i) & (item_block[data["item"]] == j))
-                own = own[np.random.default_rng([SEED, epoch, i, j]).permutation(len(own))]
-                kernel.step(tables, {name: column[own] for name, column in data.items()}, RATE)
+    for step in range(steps):
+        epoch, stratum = divmod(step, BLOCKS)
+        for i in range(BLOCKS):
+            j = (i + stratum) % BLOCKS
+            own = np.flatnonzero((user_block[data["user"]] == i) & (item_block[data["item"]] == j))
+            own = own[np.random.default_rng([SEED, epoch, i, j]).permutation(len(own))]
+            kernel.step(tables, {name: column[own] for name, column in data.items()}, RATE)
     return tables
 
 
@@ -81,19 +81,22 @@ def test_eight_blocks_have_the_same_bits_for_1_2_4_and_8_workers() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2), (2, 1)])
 def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_bits(tmp_path: Path, before: int, after: int) -> None:
-    options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "validate_every": 3}
-    trained(before, **options, max_steps=BLOCKS + 2)
+    options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "validate_every": 2}
+    stopped = trained(before, **options, max_steps=BLOCKS + 3)  # after a checkpoint that no validation comes before
+    assert same(stopped, cell_by_cell(BLOCKS + 3))
     run = trained(after, **options, max_steps=None, resume=True)
     assert same(run, cell_by_cell())
     assert same(trained(after, **options, max_steps=None, resume=True), cell_by_cell())  # the finished run's files
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_model_of_another_epoch_is_kept_whole(workers: int) -> None:
-    kept = trained(workers, keep="best:max:validation_loss", test_data=rows_of_products(90, seed=3))
-    first = trained(workers, epochs=1)
-    assert same(kept, first.model.tables())
-    assert kept.metrics["validation_loss"] == kept.metrics["test_loss"] == first.metrics["validation_loss"]
+def test_a_model_of_the_middle_of_an_epoch_is_kept_whole(workers: int) -> None:
+    data = rows_of_products(90, seed=3)
+    kept = trained(workers, keep="best:max:validation_loss", validate_every=3, test_data=data)
+    expected = cell_by_cell(3)
+    assert same(kept, expected)
+    off = Products().measure(expected, data)["loss"][0]
+    assert kept.metrics["validation_loss"] == kept.metrics["test_loss"] == pytest.approx(off, rel=1e-12)
 
 
 def test_each_worker_holds_its_share_and_sends_column_blocks_alone() -> None:
