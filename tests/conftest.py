@@ -35,6 +35,10 @@ GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "test_report_integration.py": "browser",
     "test_compare_integration.py": "compare",
     "test_release_integration.py": "release",
+    **{  # each kernel is compiled by one process, the first time; others load what it has left
+        f"test_{name}.py": name
+        for name in ("cuts", "factors", "ffm", "fm", "glove", "kmeans", "linear", "skip_gram", "csr", "cooccurrence")
+    },
 }
 
 
