@@ -89,6 +89,14 @@ def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_bits(tmp_path: Path
     assert same(trained(after, **options, max_steps=None, resume=True), cell_by_cell())  # the finished run's files
 
 
+def test_a_run_whose_worker_is_killed_starts_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    engine = mh.Local(faults=f"kill=1@step:{BLOCKS + 2}")
+    options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "survive": "max_restarts=1"}
+    run = trained(2, engine=engine, **options)
+    assert len(run.restarts) == 1
+    assert same(run, cell_by_cell())
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_model_of_the_middle_of_an_epoch_is_kept_whole(workers: int) -> None:
     data = rows_of_products(90, seed=3)
