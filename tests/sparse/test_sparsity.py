@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from manyhands import kernels
+from manyhands.data.corpus import Corpus
 from manyhands.data.csr import Csr
 from manyhands.sparse import sparsity as module
 from manyhands.sparse.sparsity import Sparsity, sparsity
@@ -53,3 +55,26 @@ def test_out_of_time_rho_lies_between_two_bounds(monkeypatch):
 
 def test_rows_without_features():
     assert sparsity(rows_of([set(), set()], 3)) == Sparsity(0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernels.Linear(features=4), kernels.FM(features=4), kernels.FFM(features=4, fields=2)]
+)
+def test_kernels_of_sparse_rows_touch_a_rows_features(kernel):
+    rows = Csr([0, 2, 3], [0, 1, 3], [1.0] * 3, [1, -1], fields=[0, 1, 1], features=4, field_count=2)
+    assert kernel.touched(rows) is rows
+
+
+def test_kernels_of_pairs_touch_both_keys():
+    edges = {"nodes": np.array([0, 1]), "others": np.array([1, 2]), "weights": np.ones(2)}
+    found = kernels.Cuts(known=[0, -1, 1]).touched(edges)
+    assert (found.keys.tolist(), found.features, len(found)) == ([0, 1, 1, 2], 3, 2)  # nodes are of one table
+    ratings = {"users": np.array([0, 1]), "items": np.array([1, 1]), "ratings": np.ones(2)}
+    found = kernels.Factors(users=2, items=2).touched(ratings)
+    assert (found.keys.tolist(), found.features) == ([0, 3, 1, 3], 4)
+    assert sparsity(found).delta == 1.0
+
+
+def test_of_a_text_nothing_is_said():
+    corpus = Corpus.of_lines(["a b", "b c"], min_count=1)
+    assert kernels.SkipGram(vocabulary=corpus.vocabulary).touched(corpus) is None

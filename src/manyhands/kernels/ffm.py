@@ -14,7 +14,7 @@ from typing_extensions import override
 from manyhands.data.csr import Csr
 from manyhands.errors import BadInput, is_number, is_whole
 from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.kernel import Arrays, Kernel
+from manyhands.sparse.kernel import Arrays, Kernel, Touched
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -93,6 +93,12 @@ class FFM(Kernel):
             "values": batch.values,
             "targets": batch.targets,
         }
+
+    @override
+    def touched(self, batch: Any) -> Touched:
+        """A row's features."""
+        assert isinstance(batch, Csr)
+        return batch
 
     @override
     def step(self, rows: Arrays, batch: Arrays, rate: float) -> float:

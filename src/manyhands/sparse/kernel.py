@@ -117,12 +117,12 @@ class Kernel(ABC):
 
     def touched(self, batch: Any) -> Touched | None:
         """Which keys each row of a batch of the data touches, those of all fields numbered one behind the other. None: a row
-        is no single step. Default: of data whose rows have one key in each field."""
+        is no single step, or nobody knows. Default: of a kernel that is `paired`."""
+        if not self.paired:
+            return None
         sizes = {field: rows.rows for rows in self.tables().values() for field in rows.fields}
         arrays = self.prepare(batch, 0)
         columns = [arrays[field].astype(np.uint32) for field in sizes]
-        if not columns or any(len(column) != len(columns[0]) for column in columns):
-            return None
         begins = np.cumsum([0, *sizes.values()])
         numbered = [column + np.uint32(begin) for column, begin in zip(columns, begins, strict=False)]
         return TouchedKeys(np.stack(numbered, 1).ravel(), int(begins[-1]), len(columns))
