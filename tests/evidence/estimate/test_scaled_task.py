@@ -13,7 +13,8 @@ from manyhands.strategies import CATALOGUE
 from manyhands.tasks.digits_task import digits
 from slow_cases import slow_after
 
-UNKNOWN = {"solo", "hogwild", "update-sharing"}  # one worker; shared memory; messages as long as their values make them
+UNKNOWN = {"solo", "hogwild", "update-sharing", "rotate"}
+"""One worker; shared memory; messages as long as their values make them; kernels alone."""
 EXACT = 1e-9  # of times: sums of the same numbers in another order
 ALL = (
     "allreduce",
