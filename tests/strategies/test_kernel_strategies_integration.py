@@ -15,11 +15,11 @@ from manyhands.strategies import CATALOGUE, strategy_of
 ABLE = [name for name in CATALOGUE if not strategy_of(name).exchanges_gradients() and name not in ("solo", "ensemble")]
 SYNCHRONOUS = [
     "local-sgd:period=3",
-    "diloco:period=3",
-    "diloco:period=4,streaming=2",
-    "gossip:graph=ring",
-    "downpour:bound=0",
     "rotate",
+    *(
+        pytest.param(spec, marks=pytest.mark.slow)
+        for spec in ("diloco:period=3", "diloco:period=4,streaming=2", "gossip:graph=ring", "downpour:bound=0")
+    ),
 ]
 ROWS, EPOCHS = 240, 4
 
@@ -91,7 +91,9 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, strategy: str,
     assert same(run, trained(strategy, workers, **options))
 
 
-@pytest.mark.parametrize(("strategy", "servers"), [("downpour", 1), ("dynsgd:window=3", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "servers"), [("downpour", 1), pytest.param("dynsgd:window=3", 2, marks=pytest.mark.slow)]
+)
 def test_an_asynchronous_run_is_replayed_with_the_same_bits(tmp_path: Path, strategy: str, servers: int) -> None:
     trained(strategy, servers=servers, run_dir=tmp_path / "run")
     task = mh.Task(

@@ -79,7 +79,10 @@ def test_eight_blocks_have_the_same_bits_for_1_2_4_and_8_workers() -> None:
     assert not same(trained(1, strategy="rotate:blocks=4"), first)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow), (2, 1)],
+)
 def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_bits(tmp_path: Path, before: int, after: int) -> None:
     options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "validate_every": 2}
     stopped = trained(before, **options, max_steps=BLOCKS + 3)  # after a checkpoint that no validation comes before
@@ -89,6 +92,7 @@ def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_bits(tmp_path: Path
     assert same(trained(after, **options, max_steps=None, resume=True), cell_by_cell())  # the finished run's files
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_starts_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     engine = mh.Local(faults=f"kill=1@step:{BLOCKS + 2}")
     options = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "survive": "max_restarts=1"}
