@@ -38,7 +38,8 @@ from numpy.typing import NDArray
 
 import manyhands as mh
 from manyhands.data.csr import Csr
-from manyhands.kernels.linear import Linear, _loss, _output
+from manyhands.kernels.linear import Linear, _output
+from manyhands.kernels.sparse_rows import log_loss
 from manyhands.sparse.compile import compiled, prefetch
 from manyhands.sparse.rows import Rows
 
@@ -125,7 +126,7 @@ def locked_step(
             weights[keys[np.uint64(i)]] += move * values[np.uint64(i)]
         for i in range(begin, end):
             release(locks, np.uint64(keys[np.uint64(i)]))
-        losses += _loss(margin, False)
+        losses += log_loss(margin)
     return losses
 
 

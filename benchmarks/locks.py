@@ -32,15 +32,6 @@ def _take(context: Any, locks: Any, key: Any) -> Any:
     return numba.types.boolean(locks, key), generate
 
 
-def _free(context: Any, locks: Any, key: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        builder.store_atomic(ir.IntType(32)(0), builder.gep(data, [arguments[1]]), "release", 4)
-        return context.get_dummy_value()
-
-    return numba.types.void(locks, key), generate
-
-
 def _load(context: Any, locks: Any, key: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -68,27 +59,14 @@ def _yield(context: Any) -> Any:
     return numba.types.void(), generate
 
 
-def _look(context: Any, locks: Any, key: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        state = builder.load_atomic(builder.gep(data, [arguments[1]]), "monotonic", 4)
-        return builder.icmp_unsigned("==", state, ir.IntType(32)(0))
-
-    return numba.types.boolean(locks, key), generate
-
-
 take: Any = intrinsic(_take)
 """take(locks, key): whether the lock was free, and is held now."""
-release: Any = intrinsic(_free)
-"""release(locks, key): by who holds it."""
 load: Any = intrinsic(_load)
 """load(numbers, key): int32, read anew each time; what its writer did before is seen."""
 store: Any = intrinsic(_store)
 """store(numbers, key, value): by the only one who may write it now."""
 yield_processor: Any = intrinsic(_yield)
 """yield_processor(): another process may go on here, the system's sched_yield."""
-is_free: Any = intrinsic(_look)
-"""is_free(locks, key): read anew each time, which a plain read in a loop need not be."""
 
 
 _SPINS = 1000  # about a microsecond: longer, and whoever is waited for may have no processor
@@ -108,5 +86,11 @@ def acquire(locks: Array, key: int) -> None:
     """Wait until the lock is free, and hold it. Who needs several takes them in one order, always the same."""
     tries = 0
     while not take(locks, np.uint64(key)):
-        while not is_free(locks, np.uint64(key)):  # reads alone: the cache line stays where it is
+        while load(locks, np.uint64(key)):  # reads alone: the cache line stays where it is
             tries = give_way(tries)
+
+
+@compiled
+def release(locks: Array, key: int) -> None:
+    """By who holds it."""
+    store(locks, np.uint64(key), 0)

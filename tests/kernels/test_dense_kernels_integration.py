@@ -14,7 +14,8 @@ from manyhands.kernels.factors import Factors
 from manyhands.kernels.glove import Glove
 from manyhands.kernels.kmeans import KMeans
 
-STRATEGIES = ["hogwild", "local-sgd:period=4", "downpour"]
+STRATEGIES = ["hogwild", "local-sgd:period=4", "downpour:bound=1"]
+"""bound=1: a worker that the machine holds up would else push moves from where the centres began, after all others."""
 
 
 def factors(random: np.random.Generator) -> dict[str, Any]:

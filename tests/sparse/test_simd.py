@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from manyhands.sparse.compile import compiled
-from manyhands.sparse.simd import add, every, fma, lanes, load, prefetch, store, total, zeros
+from manyhands.sparse.compile import compiled, prefetch
+from manyhands.sparse.simd import add, every, fma, lanes, load, store, total, zeros
 
 Array = NDArray[Any]
 

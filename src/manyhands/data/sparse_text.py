@@ -244,6 +244,17 @@ def _is_end(char: int) -> bool:
 
 
 @compiled_exact
+def _behind_blanks(text: Array, at: Any) -> Any:
+    """Where the next word or the end of the line is: behind blanks, and behind a comment."""
+    while text[at] == _SPACE or text[at] == _TAB or text[at] == _RETURN:
+        at += np.uint64(1)
+    if text[at] == _HASH:
+        while text[at] != _NEWLINE:
+            at += np.uint64(1)
+    return at
+
+
+@compiled_exact
 def _whole(text: Array, at: Any) -> tuple[Any, Any]:
     """(a whole number below 2^33, or -1 where there is none or a greater one, and where it ends)."""
     number, begin = np.int64(0), at
@@ -254,6 +265,24 @@ def _whole(text: Array, at: Any) -> tuple[Any, Any]:
         number = min(number * 10 + digit, np.int64(1) << 33)
         at += np.uint64(1)
     return (number if at > begin else np.int64(-1)), at
+
+
+@compiled_exact
+def _digits(text: Array, at: Any, mantissa: Any, digits: Any) -> tuple[Any, Any, Any, Any]:
+    """(`mantissa` with the digits behind it, how many it has from the first that is not 0, how many were left out because it
+    has 19, where they end)."""
+    left_out = np.int64(0)
+    while True:
+        digit = np.int64(text[at]) - _DIGIT
+        if digit < 0 or digit > 9:
+            break
+        if digits < 19:
+            mantissa = mantissa * np.uint64(10) + np.uint64(digit)
+            digits += np.int64(mantissa > np.uint64(0))
+        else:
+            left_out += 1
+        at += np.uint64(1)
+    return mantissa, digits, left_out, at
 
 
 @compiled_exact
@@ -268,31 +297,14 @@ def _number(text: Array, at: Any, powers: Array) -> tuple[Any, Any, int]:
     negative: Any = text[at] == _MINUS
     if negative or text[at] == _PLUS:
         at += np.uint64(1)
-    mantissa, exponent, seen = np.uint64(0), np.int64(0), False
-    digits: Any = 0  # from the first that is not 0
-    while True:
-        digit = np.int64(text[at]) - _DIGIT
-        if digit < 0 or digit > 9:
-            break
-        seen = True
-        if digits < 19:
-            mantissa = mantissa * np.uint64(10) + np.uint64(digit)
-            digits += mantissa > np.uint64(0)
-        else:
-            exponent += 1
-        at += np.uint64(1)
+    begin = at
+    mantissa, digits, exponent, at = _digits(text, at, np.uint64(0), np.int64(0))
+    seen = at > begin
     if text[at] == _DOT:
-        at += np.uint64(1)
-        while True:
-            digit = np.int64(text[at]) - _DIGIT
-            if digit < 0 or digit > 9:
-                break
-            seen = True
-            if digits < 19:
-                mantissa = mantissa * np.uint64(10) + np.uint64(digit)
-                digits += mantissa > np.uint64(0)
-                exponent -= 1
-            at += np.uint64(1)
+        begin = at + np.uint64(1)
+        mantissa, digits, left_out, at = _digits(text, begin, mantissa, digits)
+        exponent -= np.int64(at - begin) - left_out
+        seen |= at > begin
     if not seen:
         return np.float32(0), at, 2
     if text[at] == _SMALL_E or text[at] == _E:
@@ -344,11 +356,7 @@ def _parse(
     while at < size:
         done = at
         row_entries, row_hard = entries, hard_count
-        while text[at] == _SPACE or text[at] == _TAB or text[at] == _RETURN:
-            at += np.uint64(1)
-        if text[at] == _HASH:
-            while text[at] != _NEWLINE:
-                at += np.uint64(1)
+        at = _behind_blanks(text, at)
         if text[at] == _NEWLINE:
             at += np.uint64(1)
             done = at
@@ -367,11 +375,7 @@ def _parse(
         targets[rows] = target
         previous, is_first = np.int64(-1), True
         while True:
-            while text[at] == _SPACE or text[at] == _TAB or text[at] == _RETURN:
-                at += np.uint64(1)
-            if text[at] == _HASH:
-                while text[at] != _NEWLINE:
-                    at += np.uint64(1)
+            at = _behind_blanks(text, at)
             if text[at] == _NEWLINE:
                 at += np.uint64(1)
                 break

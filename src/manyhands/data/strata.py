@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from manyhands.data.sharding import slice_of
 from manyhands.data.source import Indexed, Pick, Reading, Slice, Slices, Source
 from manyhands.errors import BadInput, Unsupported
 
@@ -77,13 +78,17 @@ class Cell(NamedTuple):
     column_block: int
     arrays: dict[str, NDArray[Any]]
 
+    @property
+    def rows(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
 
 class Cells:
     """What one worker gets of a stratum: a cell for each of its row blocks."""
 
     def __init__(self, stratum: int, cells: list[Cell]) -> None:
         self.stratum, self.cells = stratum, cells
-        self._rows = sum(len(next(iter(cell.arrays.values()))) for cell in cells)
+        self._rows = sum(cell.rows for cell in cells)
 
     def __len__(self) -> int:
         return self._rows
@@ -108,7 +113,7 @@ class Strata(Source):
         """prepare: a kernel's, whose arrays have an entry for each row."""
         self.inner, self._rank, self._size = source, rank, size
         self.blocks = blocks.blocks
-        self._own = range(rank * self.blocks // size, (rank + 1) * self.blocks // size)
+        self._own = range(*slice_of(self.blocks, rank, size))
         self._fields = blocks.row_field, blocks.column_field
         self._arrays, self._offsets, self._sizes = self._read(blocks, prepare)
         self.rows = int(self._sizes.sum())

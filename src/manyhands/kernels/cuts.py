@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, TouchedKeys, check_keys, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, TouchedKeys, check_keys, check_whole, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -38,8 +38,7 @@ class Cuts(Kernel):
     def __post_init__(self) -> None:
         known = np.ascontiguousarray(self.known, np.int64)
         object.__setattr__(self, "known", known)
-        if not is_whole(self.classes, 2):
-            raise BadInput(f"kernel Cuts: classes must be a whole number of at least 2, not {self.classes!r}")
+        check_whole(self, "classes", least=2)
         if known.ndim != 1 or not len(known) or known.min() < -1 or known.max() >= self.classes:
             raise BadInput(
                 f"kernel Cuts: known must hold a class from 0 to {self.classes - 1} for each node, or -1 where it is to be found"

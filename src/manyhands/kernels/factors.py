@@ -23,9 +23,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from manyhands.errors import BadInput, is_number, is_whole
+from manyhands.errors import BadInput, is_number
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, Measures, Summed, check_keys, columns_of
+from manyhands.sparse.kernel import (
+    Arrays,
+    Kernel,
+    Measures,
+    Summed,
+    check_above_0,
+    check_at_least_0,
+    check_keys,
+    check_whole,
+    columns_of,
+)
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -56,15 +66,9 @@ class Factors(Kernel):
     paired: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("users", "items", "rank"):
-            if not is_whole(getattr(self, name)):
-                raise BadInput(
-                    f"kernel Factors: {name} must be a whole number of at least 1, not {getattr(self, name)!r}"
-                )
-        if not (is_number(self.scale) and 0 < self.scale < math.inf):
-            raise BadInput(f"kernel Factors: scale must be a number above 0, not {self.scale!r}")
-        if not (is_number(self.ridge) and 0 <= self.ridge < math.inf):
-            raise BadInput(f"kernel Factors: ridge must be a number of at least 0, not {self.ridge!r}")
+        check_whole(self, "users", "items", "rank")
+        check_above_0(self, "scale")
+        check_at_least_0(self, "ridge")
         if not (is_number(self.mean) and math.isfinite(self.mean)):
             raise BadInput(f"kernel Factors: mean must be a number, not {self.mean!r}")
 

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from manyhands.data.csr import Csr
-from manyhands.errors import BadInput, is_number, is_whole
+from manyhands.errors import BadInput
+from manyhands.kernels.sparse_rows import SparseRowsKernel, log_loss
 from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.kernel import Arrays, Kernel, Touched
+from manyhands.sparse.kernel import Arrays, check_at_least_0, check_whole
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FFM(Kernel):
+class FFM(SparseRowsKernel):
     """Logistic loss of a sum over pairs of features, by AdaGrad, row by row.
 
     Source: Field-aware Factorization Machines for CTR Prediction, Yuchin Juan, Yong Zhuang, Wei-Sheng Chin, Chih-Jen Lin,
@@ -40,7 +41,6 @@ class FFM(Kernel):
     Deviation: libffm takes 1 / sqrt from a table of the processor, with 12 bits; here it is exact.
     """
 
-    features: int
     fields: int
     k: int = 4
     """Numbers of a vector. More fit finer, and take memory: features · fields · k numbers, twice."""
@@ -51,11 +51,8 @@ class FFM(Kernel):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("features", "fields", "k"):
-            if not is_whole(getattr(self, name)):
-                raise BadInput(f"kernel FFM: {name} must be a whole number of at least 1, not {getattr(self, name)!r}")
-        if not (is_number(self.ridge) and 0 <= self.ridge < math.inf):
-            raise BadInput(f"kernel FFM: ridge must be a number of at least 0, not {self.ridge!r}")
+        check_whole(self, "features", "fields", "k")
+        check_at_least_0(self, "ridge")
 
     @classmethod
     def of(cls, rows: Csr, **options: Any) -> Self:
@@ -78,27 +75,11 @@ class FFM(Kernel):
             raise BadInput(
                 f"kernel FFM takes sparse rows with fields: give train_data as Csr.libffm(path), or as a Csr with fields=, not what gives batches of {type(batch).__name__}"
             )
-        for what, mine, theirs in (
-            ("features", self.features, batch.features),
-            ("fields", self.fields, batch.field_count),
-        ):
-            if theirs > mine:
-                raise BadInput(f"kernel FFM has {mine:,} {what}, and its rows have {theirs:,}")
+        arrays = super().prepare(batch, random)
+        if batch.field_count > self.fields:
+            raise BadInput(f"kernel FFM has {self.fields:,} fields, and its rows have {batch.field_count:,}")
         batch.check_binary()
-        return {
-            "rows": batch.numbers(),
-            "offsets": batch.offsets,
-            "keys": batch.keys,
-            "fields": fields,
-            "values": batch.values,
-            "targets": batch.targets,
-        }
-
-    @override
-    def touched(self, batch: Any) -> Touched:
-        """A row's features."""
-        assert isinstance(batch, Csr)
-        return batch
+        return {**arrays, "fields": fields}
 
     @override
     def step(self, rows: Arrays, batch: Arrays, rate: float) -> float:
@@ -182,7 +163,7 @@ def _step(
             phi = scale * _output_of_pairs(vectors, begin, end, keys, fields, values, dim, np.uint64(k))
         target = one if targets[row] > 0 else -one
         margin = np.float64(target * phi)
-        losses += math.log1p(math.exp(-abs(margin))) + max(0.0, -margin)
+        losses += log_loss(margin)
         right += margin > 0
         if trains:
             kappa = -target * scale / (one + np.exp(target * phi))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -12,9 +11,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from manyhands.data.csr import Csr
-from manyhands.errors import BadInput, UnknownName, is_number, is_whole
+from manyhands.errors import UnknownName
+from manyhands.kernels.sparse_rows import SparseRowsKernel, log_loss
 from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.kernel import Arrays, Kernel, Touched
+from manyhands.sparse.kernel import Arrays, check_above_0, check_at_least_0, check_whole
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -23,7 +23,7 @@ LOSSES = ("logistic", "squared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FM(Kernel):
+class FM(SparseRowsKernel):
     """Logistic or squared loss of a sum over features and pairs of them, by AdaGrad, row by row.
 
     Source: Factorization Machines, Steffen Rendle, 2010, equations 1, 5 (its sum over pairs in one pass) and 4 (the
@@ -41,7 +41,6 @@ class FM(Kernel):
     length 1 are those of libffm, and of xLearn's factorization machines.
     """
 
-    features: int
     k: int = 8
     """Numbers of a vector. More fit finer, and take memory: features · k numbers, twice."""
     loss: Literal["logistic", "squared"] = "logistic"
@@ -54,15 +53,11 @@ class FM(Kernel):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("features", "k"):
-            if not is_whole(getattr(self, name)):
-                raise BadInput(f"kernel FM: {name} must be a whole number of at least 1, not {getattr(self, name)!r}")
+        check_whole(self, "features", "k")
         if self.loss not in LOSSES:
             raise UnknownName(f"kernel FM: no loss {self.loss!r}: choose one of {', '.join(LOSSES)}")
-        if not (is_number(self.ridge) and 0 <= self.ridge < math.inf):
-            raise BadInput(f"kernel FM: ridge must be a number of at least 0, not {self.ridge!r}")
-        if not (is_number(self.spread) and 0 < self.spread < math.inf):
-            raise BadInput(f"kernel FM: spread must be a number above 0, not {self.spread!r}")
+        check_at_least_0(self, "ridge")
+        check_above_0(self, "spread")
 
     @classmethod
     def of(cls, rows: Csr, **options: Any) -> Self:
@@ -82,28 +77,10 @@ class FM(Kernel):
 
     @override
     def prepare(self, batch: Any, random: int) -> dict[str, Array]:
-        """The arrays of the whole data, and the numbers of the batch's rows."""
-        if not isinstance(batch, Csr):
-            raise BadInput(
-                f"kernel FM takes sparse rows: give train_data as a manyhands.Csr, not what gives batches of {type(batch).__name__}"
-            )
-        if batch.features > self.features:
-            raise BadInput(f"kernel FM has {self.features:,} features, and its rows have {batch.features:,}")
+        arrays = super().prepare(batch, random)
         if self.loss == "logistic":
             batch.check_binary()
-        return {
-            "rows": batch.numbers(),
-            "offsets": batch.offsets,
-            "keys": batch.keys,
-            "values": batch.values,
-            "targets": batch.targets,
-        }
-
-    @override
-    def touched(self, batch: Any) -> Touched:
-        """A row's features."""
-        assert isinstance(batch, Csr)
-        return batch
+        return arrays
 
     @override
     def step(self, rows: Arrays, batch: Arrays, rate: float) -> float:
@@ -196,7 +173,7 @@ def _step(
         else:
             target = one if targets[row] > 0 else -one
             margin = np.float64(target * phi)
-            losses += math.log1p(math.exp(-abs(margin))) + max(0.0, -margin)
+            losses += log_loss(margin)
             right += margin > 0
             kappa = -target / (one + np.exp(target * phi))
         if trains:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from manyhands.data.corpus import Vocabulary
-from manyhands.errors import BadInput, is_number, is_whole
+from manyhands.errors import BadInput
 from manyhands.kernels.word_vectors import WordVectors
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, Measures, check_keys, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, Measures, check_above_0, check_keys, check_whole, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -50,15 +50,8 @@ class Glove(Kernel):
             object.__setattr__(self, "words", len(self.vocabulary))
         if self.vocabulary is not None and self.words != len(self.vocabulary):
             raise BadInput(f"kernel Glove: its vocabulary has {len(self.vocabulary):,} words, not words={self.words!r}")
-        for name in ("words", "dim"):
-            if not is_whole(getattr(self, name)):
-                raise BadInput(
-                    f"kernel Glove: {name} must be a whole number of at least 1, not {getattr(self, name)!r}"
-                )
-        for name in ("x_max", "alpha"):
-            value = getattr(self, name)
-            if not (is_number(value) and 0 < value < math.inf):
-                raise BadInput(f"kernel Glove: {name} must be a number above 0, not {value!r}")
+        check_whole(self, "words", "dim")
+        check_above_0(self, "x_max", "alpha")
 
     @override
     def tables(self) -> dict[str, Rows]:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from manyhands.data.batch import describe
 from manyhands.errors import BadInput, is_whole
 from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel, KernelModel, Measures, columns_of
+from manyhands.sparse.kernel import Arrays, Kernel, KernelModel, Measures, check_whole, columns_of
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -49,8 +49,7 @@ class KMeans(Kernel):
             )
         if not np.isfinite(initial).all():
             raise BadInput("kernel KMeans: initial must be finite numbers")
-        if not is_whole(self.minibatch):
-            raise BadInput(f"kernel KMeans: minibatch must be a whole number of at least 1, not {self.minibatch!r}")
+        check_whole(self, "minibatch")
         object.__setattr__(self, "initial", np.ascontiguousarray(initial, self.dtype))
 
     def __eq__(self, other: object) -> bool:
@@ -123,10 +122,7 @@ class KMeansModel(KernelModel):
 def sampled(points: Any, clusters: int, seed: int) -> Array:
     """[clusters, dim]: centres that begin as rows drawn at random, none twice. BadInput where there are fewer rows."""
     found = _array(points)
-    if not is_whole(clusters) or clusters > len(found):
-        raise BadInput(
-            f"clusters must be a whole number from 1 to the number of rows, {len(found):,}, not {clusters!r}"
-        )
+    _check_clusters(clusters, found)
     return found[np.random.default_rng(seed).choice(len(found), clusters, replace=False)]
 
 
@@ -135,11 +131,8 @@ def plus_plus(points: Any, clusters: int, seed: int, sample: int = 20_000) -> Ar
     before it. Among `sample` rows or 10 a cluster, whichever is more. BadInput where there are fewer rows than clusters.
     """
     found = _array(points)
-    some = sampled(found, min(len(found), max(sample, 10 * clusters, 1)), seed).astype(np.float64)
-    if not is_whole(clusters) or clusters > len(found):
-        raise BadInput(
-            f"clusters must be a whole number from 1 to the number of rows, {len(found):,}, not {clusters!r}"
-        )
+    _check_clusters(clusters, found)
+    some = sampled(found, min(len(found), max(sample, 10 * clusters)), seed).astype(np.float64)
     random = np.random.default_rng(seed)
     chosen = [int(random.integers(len(some)))]
     distances = np.full(len(some), math.inf)
@@ -155,6 +148,13 @@ def nearest_centres(centres: Array, points: Array) -> NDArray[np.int64]:
     halves = -(centres**2).sum(1) / 2
     scores = torch.addmm(torch.from_numpy(halves), torch.from_numpy(points), torch.from_numpy(centres).T)
     return scores.argmax(1).numpy()
+
+
+def _check_clusters(clusters: int, points: Array) -> None:
+    if not is_whole(clusters) or clusters > len(points):
+        raise BadInput(
+            f"clusters must be a whole number from 1 to the number of rows, {len(points):,}, not {clusters!r}"
+        )
 
 
 def _array(points: Any) -> Array:

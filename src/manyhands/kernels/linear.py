@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from manyhands.data.csr import Csr
-from manyhands.errors import BadInput, UnknownName, is_number, is_whole
+from manyhands.errors import BadInput, UnknownName
+from manyhands.kernels.sparse_rows import SparseRowsKernel, log_loss
 from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.kernel import Arrays, Kernel, Touched
+from manyhands.sparse.kernel import Arrays, check_at_least_0, check_whole
 from manyhands.sparse.rows import Rows
 
 Array = NDArray[Any]
@@ -26,7 +27,7 @@ MOST_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Kernel):
+class Linear(SparseRowsKernel):
     """Stochastic gradient descent on one weight for each feature, row by row.
 
     Source: Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent, Feng Niu, Benjamin Recht,
@@ -45,7 +46,6 @@ class Linear(Kernel):
     workers write each row's move at once.
     """
 
-    features: int
     loss: Literal["logistic", "hinge"] = "logistic"
     ridge: float = 0.0
     """Weight decay: the factor of the squared weights beside the sum of all rows' losses. Raise it if the validation loss
@@ -63,14 +63,12 @@ class Linear(Kernel):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if not is_whole(self.features):
-            raise BadInput(f"kernel Linear: features must be a whole number of at least 1, not {self.features!r}")
+        check_whole(self, "features")
         if self.loss not in LOSSES:
             raise UnknownName(f"kernel Linear: no loss {self.loss!r}: choose one of {', '.join(LOSSES)}")
-        if not (is_number(self.ridge) and 0 <= self.ridge < math.inf):
-            raise BadInput(f"kernel Linear: ridge must be a number of at least 0, not {self.ridge!r}")
-        if not (self.merge_every is None or is_whole(self.merge_every)):
-            raise BadInput(f"kernel Linear: merge_every must be a whole number of at least 1, not {self.merge_every!r}")
+        check_at_least_0(self, "ridge")
+        if self.merge_every is not None:
+            check_whole(self, "merge_every")
         if self.ridge and (self.degrees is None or np.shape(self.degrees) != (self.features,)):
             raise BadInput(
                 f"kernel Linear: ridge needs the number of rows of each of the {self.features:,} features: give degrees=rows.degrees(), "
@@ -94,20 +92,8 @@ class Linear(Kernel):
     def prepare(self, batch: Any, random: int) -> dict[str, Array]:
         """The arrays of the whole data and the numbers of its rows; with a ridge, `decay` too: 2 · ridge / d_u of each entry
         of the batch, in its order."""
-        if not isinstance(batch, Csr):
-            raise BadInput(
-                f"kernel Linear takes sparse rows: give train_data as a manyhands.Csr, not what gives batches of {type(batch).__name__}"
-            )
-        if batch.features > self.features:
-            raise BadInput(f"kernel Linear has {self.features:,} features, and its rows have {batch.features:,}")
+        arrays = super().prepare(batch, random)
         batch.check_binary()
-        arrays = {
-            "rows": batch.numbers(),
-            "offsets": batch.offsets,
-            "keys": batch.keys,
-            "values": batch.values,
-            "targets": batch.targets,
-        }
         if self.ridge:
             arrays["decay"] = _entries(self._decay, arrays["rows"], arrays["offsets"], arrays["keys"])
         return arrays
@@ -148,12 +134,6 @@ class Linear(Kernel):
         )
         n = len(batch["rows"])
         return {"loss": (loss / n, n), "accuracy": (right / n, n)}
-
-    @override
-    def touched(self, batch: Any) -> Touched:
-        """A row's features."""
-        assert isinstance(batch, Csr)
-        return batch
 
     @cached_property
     def _decay(self) -> Array:
@@ -207,7 +187,7 @@ def _output(weights: Array, bias: Array, keys: Array, values: Array, begin: int,
 def _loss(margin: float, hinge: bool) -> float:
     if hinge:
         return 0.0 if margin >= 1 else 1.0 - margin
-    return math.log1p(math.exp(-abs(margin))) + max(0.0, -margin)
+    return float(log_loss(margin))
 
 
 @compiled

@@ -15,10 +15,11 @@ from typing_extensions import override
 from manyhands.data.corpus import Corpus, Vocabulary
 from manyhands.errors import BadInput, is_number, is_whole
 from manyhands.kernels.word_vectors import WordVectors
-from manyhands.sparse.compile import compiled
-from manyhands.sparse.kernel import Arrays, Kernel
+from manyhands.sparse.compile import compiled, prefetch
+from manyhands.sparse.initial import GOLDEN, mix64
+from manyhands.sparse.kernel import Arrays, Kernel, check_whole
 from manyhands.sparse.rows import Rows
-from manyhands.sparse.simd import add, every, fma, lanes, load, prefetch, store, total, zeros
+from manyhands.sparse.simd import add, every, fma, lanes, load, store, total, zeros
 
 Array = NDArray[Any]
 
@@ -73,11 +74,7 @@ class SkipGram(Kernel):
         object.__setattr__(self, "negative", negative)
         if not isinstance(self.vocabulary, Vocabulary):
             raise BadInput(f"kernel SkipGram: vocabulary must be a corpus's, not a {type(self.vocabulary).__name__}")
-        for name in ("dim", "window"):
-            if not is_whole(getattr(self, name)):
-                raise BadInput(
-                    f"kernel SkipGram: {name} must be a whole number of at least 1, not {getattr(self, name)!r}"
-                )
+        check_whole(self, "dim", "window")
         if not is_whole(negative, 0) or self.hierarchical != (negative == 0):
             raise BadInput(
                 f"kernel SkipGram: either hierarchical=True, which draws no words, or negative of at least 1; got hierarchical={self.hierarchical}, "
@@ -192,16 +189,8 @@ class SkipGram(Kernel):
 # -- draws -----------------------------------------------------------------------------------------------------------
 
 
-@compiled
-def _bits(state: int) -> Any:
-    """64 random bits of the number `state`, which grows by _GOLDEN from draw to draw: SplitMix64 (Steele, Lea, Flood,
-    Fast Splittable Pseudorandom Number Generators, 2014)."""
-    once = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    twice = (once ^ (once >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return twice ^ (twice >> np.uint64(31))
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_bits = compiled(mix64)
+"""64 random bits of a number that grows by GOLDEN from draw to draw: SplitMix64."""
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -220,12 +209,12 @@ def _windows(rows: Array, offsets: Array, words: Array, stay: Array, window: int
     for row in rows:
         length = np.uint64(0)
         for i in range(np.uint64(offsets[row]), np.uint64(offsets[row + 1])):
-            state += _GOLDEN
+            state += GOLDEN
             line[length] = words[i]
             if _bits(state) >> np.uint64(32) < stay[words[i]]:
                 length += np.uint64(1)
         for i in range(np.uint64(0), length):
-            state += _GOLDEN
+            state += GOLDEN
             reach = np.uint64(1) + ((_bits(state) >> np.uint64(32)) * widest >> np.uint64(32))
             first = i - reach if i > reach else np.uint64(0)
             last = min(i + reach + np.uint64(1), length)
@@ -257,7 +246,7 @@ def _drawn_groups(centres: Array, noise: Array, negative: int, random: int) -> A
             if k == np.uint64(0):
                 flat[at], flat_signs[at] = centres[i], 1
             elif k <= np.uint64(negative):
-                state += _GOLDEN
+                state += GOLDEN
                 bits = _bits(state)
                 cell = (bits >> np.uint64(32)) * words >> np.uint64(32)
                 entry = noise[cell]

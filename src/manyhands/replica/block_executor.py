@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from manyhands.comm.background import Background, Started
 from manyhands.comm.group import Group
+from manyhands.data.sharding import slice_of
 from manyhands.data.strata import Cell, Cells, KeyBlocks
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.replica.evaluation import Measured
@@ -41,10 +42,11 @@ class BlockExecutor(StepExecutor):
         self.kernel, self._seed, self._blocks, self.members = kernel, seed, blocks, members
         self._rate = rate
         self._count = blocks.blocks
-        self._own = range(members.rank * self._count // members.size, (members.rank + 1) * self._count // members.size)
+        self._own = range(*slice_of(self._count, members.rank, members.size))
         tables = kernel.tables()
         self._of_rows = {name: rows for name, rows in tables.items() if rows.fields == (blocks.row_field,)}
         self._of_columns = {name: rows for name, rows in tables.items() if rows.fields == (blocks.column_field,)}
+        self._tables = self._of_rows | self._of_columns
         self._rotations = 0  # since the column blocks were at home, below B
         self._cells: Cells | None = None  # of this tick
         self._weight = 0.0
@@ -56,16 +58,19 @@ class BlockExecutor(StepExecutor):
     @override
     def build(self, allocate: Allocate) -> None:
         self.model = nn.Module()
-        for field, tables in ((self._blocks.row_field, self._of_rows), (self._blocks.column_field, self._of_columns)):
-            for name, rows in tables.items():
-                for block in self._own:
-                    began = self._initial(name, rows, self._blocks.keys[field][block])
-                    self.model.register_parameter(f"{name}[{block}]", nn.Parameter(began))
+        for name, rows in self._tables.items():
+            for block in self._own:
+                began = self._initial(name, rows, self._keys(rows)[block])
+                self.model.register_parameter(f"{name}[{block}]", nn.Parameter(began))
         self.shards = shards_of(self.model, allocate, gradients=False)
         self.optimizer = RateOfKernel(self._rate)(self.model)
         self._held = dict(self.model.named_parameters())
         self._spare = {name: torch.empty_like(self._slot(name, self._own[0])) for name in self._of_columns}
         self._all = (1 << len(self._held)) - 1
+
+    def _keys(self, rows: Rows) -> NDArray[np.int64]:
+        """[blocks, keys of a block] of a table."""
+        return self._blocks.keys[rows.fields[0]]
 
     def _initial(self, table: str, rows: Rows, keys: NDArray[np.int64]) -> Tensor:
         """[keys of a block, dim]: how they begin, zeros where a block has one less."""
@@ -127,7 +132,7 @@ class BlockExecutor(StepExecutor):
             raise ManyhandsError(f"expected the cells of a stratum, got {type(batch).__name__}")
         self._rotate_to(batch.stratum)
         self._cells = batch
-        self._weight = sum(self.kernel.weight(cell.arrays, _length(cell)) for cell in batch.cells if _length(cell))
+        self._weight = sum(self.kernel.weight(cell.arrays, cell.rows) for cell in batch.cells if cell.rows)
         return StepLoss(weight=self._weight, grad_mask=self._all if self._weight else 0)
 
     @override
@@ -135,7 +140,7 @@ class BlockExecutor(StepExecutor):
         assert self._cells is not None, "a step without rows is not applied"
         rate, losses = float(self.optimizer.param_groups[0]["lr"]), 0.0
         for i, cell in enumerate(self._cells.cells):  # the first one's column block is the one that leaves
-            if _length(cell):
+            if cell.rows:
                 losses += self.kernel.step(self._rows(cell), cell.arrays, rate)
             if i == 0 and len(self._cells.cells) > 1 and self._background is not None:
                 self._under_way = self._background.start(self._send)
@@ -157,8 +162,8 @@ class BlockExecutor(StepExecutor):
         self._rotate_to(batch.stratum)
         measured = Measured()
         for cell in batch.cells:
-            if rows := _length(cell):
-                measured.add(self.kernel.measure(self._rows(cell), cell.arrays), rows)
+            if cell.rows:
+                measured.add(self.kernel.measure(self._rows(cell), cell.arrays), cell.rows)
         self.rotate()
         means = {name: (total / weight, weight) for name, (total, weight) in measured.means.items()}
         return means | measured.summed
@@ -168,13 +173,8 @@ class BlockExecutor(StepExecutor):
     @override
     def own_parameters(self) -> int:
         """Without the row by which some blocks are longer than their keys."""
-        sides = ((self._blocks.row_field, self._of_rows), (self._blocks.column_field, self._of_columns))
         own = slice(self._own.start, self._own.stop)
-        return sum(
-            int((self._blocks.keys[field][own] >= 0).sum()) * rows.dim
-            for field, tables in sides
-            for rows in tables.values()
-        )
+        return sum(int((self._keys(rows)[own] >= 0).sum()) * rows.dim for rows in self._tables.values())
 
     @override
     def saved(self) -> list[str]:
@@ -184,12 +184,11 @@ class BlockExecutor(StepExecutor):
     def whole(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tables [rows, dim] in the order of their keys, of the blocks of all members, `TABLE[i]`."""
         found = {}
-        for field, tables in ((self._blocks.row_field, self._of_rows), (self._blocks.column_field, self._of_columns)):
-            for name, rows in tables.items():
-                table = found[name] = torch.empty(rows.rows, rows.dim, dtype=getattr(torch, rows.dtype))
-                for block, keys in enumerate(self._blocks.keys[field]):
-                    there = np.flatnonzero(keys >= 0)
-                    table[torch.from_numpy(keys[there])] = parameters[f"{name}[{block}]"][torch.from_numpy(there)]
+        for name, rows in self._tables.items():
+            table = found[name] = torch.empty(rows.rows, rows.dim, dtype=getattr(torch, rows.dtype))
+            for block, keys in enumerate(self._keys(rows)):
+                there = np.flatnonzero(keys >= 0)
+                table[torch.from_numpy(keys[there])] = parameters[f"{name}[{block}]"][torch.from_numpy(there)]
         return found
 
     def close(self) -> None:
@@ -220,7 +219,3 @@ def two_fields(kernel: Kernel) -> dict[str, int]:
             f"kernel {kernel.name} is `paired`: its tables must be named by two fields, not by {', '.join(keys)}"
         )
     return {field: keys[field] for field in sorted(keys, key=lambda field: -numbers[field])}
-
-
-def _length(cell: Cell) -> int:
-    return len(next(iter(cell.arrays.values())))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from manyhands.sparse.rows import Rows
 
 _CHUNK = 1 << 20  # numbers at once: what is computed in between stays in the cache
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def initial_rows(rows: Rows, name: str, seed: int, keys: NDArray[np.int64] | range) -> NDArray[Any]:
@@ -45,8 +45,8 @@ def _bits(name: str, seed: int, keys: NDArray[np.uint64], dim: int) -> NDArray[n
     """[len(keys), dim] of 64 random bits each."""
     table = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     base = mix64(np.array([table ^ (seed % 2**64)], np.uint64))
-    by_key = mix64(base + mix64(keys + _GOLDEN))
-    return mix64(by_key[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN)
+    by_key = mix64(base + mix64(keys + GOLDEN))
+    return mix64(by_key[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
 
 
 def _uniform(bits: NDArray[np.uint64], most: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands import units
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, is_number, is_whole
 from manyhands.sparse.initial import initial_rows
 from manyhands.sparse.rows import Rows
 
@@ -205,6 +206,27 @@ def measured(model: nn.Module, batch: Any) -> Measures:
             "evaluate(model, batch)"
         )
     return kernel.measure(model.tables(), kernel.prepare(batch, 0))
+
+
+def check_whole(kernel: Kernel, *names: str, least: int = 1) -> None:
+    """BadInput where one of these options is no whole number of at least `least`."""
+    for name in names:
+        if not is_whole(value := getattr(kernel, name), least):
+            raise BadInput(f"kernel {kernel.name}: {name} must be a whole number of at least {least}, not {value!r}")
+
+
+def check_at_least_0(kernel: Kernel, *names: str) -> None:
+    """BadInput where one of these options is no finite number of at least 0."""
+    for name in names:
+        if not (is_number(value := getattr(kernel, name)) and 0 <= value < math.inf):
+            raise BadInput(f"kernel {kernel.name}: {name} must be a number of at least 0, not {value!r}")
+
+
+def check_above_0(kernel: Kernel, *names: str) -> None:
+    """BadInput where one of these options is no finite number above 0."""
+    for name in names:
+        if not (is_number(value := getattr(kernel, name)) and 0 < value < math.inf):
+            raise BadInput(f"kernel {kernel.name}: {name} must be a number above 0, not {value!r}")
 
 
 def columns_of(batch: Any, names: Iterable[str], kernel: Kernel) -> dict[str, NDArray[Any]]:

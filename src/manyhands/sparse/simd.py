@@ -138,19 +138,6 @@ def total(typing: Any, vector: Any) -> Any:
     return vector.dtype(vector), build
 
 
-@_instruction
-def prefetch(typing: Any, array: Any, at: Any) -> Any:
-    """Begin to bring the 64 bytes around array[at] into the cache: they will be read and written soon."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        place = builder.bitcast(_place(context, builder, signature, arguments), byte)
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, _I32(1), _I32(3), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.uint64), build
-
-
 def _place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """The address of array[at], the first two arguments."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
