@@ -26,10 +26,10 @@ demo: .venv/installed  ## train the digits task alone and on two workers, then c
 	@$(BIN)/manyhands compare digits --epochs 5 --validations 10
 
 test: lint  ## format, lint, types, layers, and all tests but the slow ones
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --max-worker-restart 0
 
 test-all: test  ## the slow tests, too
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --max-worker-restart 0 -m slow
 
 lint: .venv/installed-dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check src tests benchmarks examples

@@ -9,11 +9,12 @@ os.environ.setdefault(
 )  # before torch is imported: tests share the cores, and OpenMP's threads spin
 
 import contextlib
+import faulthandler
 import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from driver_script import Script
@@ -28,6 +29,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+STDERR = pytest.StashKey[IO[str]]()
 GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "spark_": "spark",
     "keras_": "keras",
@@ -59,6 +61,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: not (item.get_closest_marker("xdist_group") or item.path.name.startswith("test_readme"))
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():  # else it is a test's own
+        config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that not even its timeout ends, since compiled code does not return, ends its process and shows all stacks.
+
+    pytest-xdist then names the test, and goes on with another process.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker and marker.args else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(2 * limit_s + 60, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The same for what is left at the end: threads that do not return."""
+    if hasattr(session.config, "workerinput"):  # a process of pytest-xdist
+        faulthandler.dump_traceback_later(300, exit=True, file=session.config.stash[STDERR])
 
 
 def pytest_collection_finish() -> None:
