@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from manyhands.data.corpus import Corpus as Corpus
     from manyhands.data.csr import Csr as Csr
     from manyhands.data.sharding import epoch_order as epoch_order
+    from manyhands.data.shards.source import shards as shards
     from manyhands.engines.hosts.engine import Hosts as Hosts
     from manyhands.engines.local.engine import Local as Local
     from manyhands.engines.sim.engine import Sim as Sim
@@ -171,6 +172,7 @@ _WHERE = {
     "replay": "evidence.replay.replay",
     "train": "training.train",
     "share": "own_loop.prepare",
+    "shards": "data.shards.source",
     "weight": "own_loop.prepare",
     "worker": "own_loop.prepare",
 }

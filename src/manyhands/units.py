@@ -1,13 +1,19 @@
-"""Counts, numbers, sizes and durations as text, the same in summaries, advice, tables and reports; text of other processes."""
+"""Counts, numbers, sizes and durations as text, the same in summaries, advice, tables and reports; sizes that people write;
+text of other processes."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+
+from manyhands.errors import BadInput
 
 NOT_FINITE = "not finite"
 _SIZES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))
 _DURATIONS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1), ("ms", 1e-3), ("µs", 1e-6))
+NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -74,6 +80,15 @@ def between(low: float, high: float, say: Callable[[float], str]) -> str:
         return ""
     value, space, unit = first.rpartition(" ")
     return f"{value if space and last.endswith(space + unit) else first}–{last}"
+
+
+def read_bytes(text: str, what: str) -> int:
+    """`2GB`, `512MB`, `1.5GiB`; BadInput otherwise, also for a number without a unit."""
+    found = re.fullmatch(rf"({NUMBER})\s*([kKmMgGtT])(i?)[bB]", str(text).strip())
+    if found is None or not float(found[1]):
+        raise BadInput(f"{what} must be a size with its unit, such as 2GB, 512MB or 1.5GiB; got {text!r}")
+    scale = 1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else SCALES[found[2].lower()]
+    return int(float(found[1]) * scale)
 
 
 def size(nbytes: float) -> str:

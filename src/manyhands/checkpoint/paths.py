@@ -205,7 +205,7 @@ def path_of(given: str | AnyPath) -> AnyPath:
             f"{given}: {protocol}:// is not a known file system. Give a path, or a URL that begins with one of {known}"
         ) from None
     except ImportError as error:
-        from manyhands.data.readers.shared_files import missing_package
+        from manyhands.data.shards.stored_file import missing_package
 
         raise missing_package(given, error) from error
     return RemotePath(given.rstrip("/"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from manyhands import units
 from manyhands.data.ragged import Array, Ragged, mapped
-from manyhands.data.readers import shared_files
+from manyhands.data.shards.stored_file import filesystem
 from manyhands.errors import BadInput, is_whole
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _files(given: Sequence[str | Path]) -> list[str]:
 
 def _found(path: str) -> list[str]:
     url = "://" in path
-    fs, place = shared_files.filesystem(path if url else str(Path(path).expanduser()))
+    fs, place = filesystem(path if url else str(Path(path).expanduser()))
     if not fs.exists(place):
         raise BadInput(
             f"there is no file or folder {path!r}" + ("" if url else f" (the current folder is {Path.cwd()})")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from manyhands.data.batch import to_device
+from manyhands.data.batch import columns, to_device
 from manyhands.data.kept_batches import KeptBatches
 from manyhands.data.leases import End, Lease, Segment, foreseen
 from manyhands.data.sharding import FixedPartition
@@ -113,7 +113,7 @@ class Feed:
         reading = self._of_epoch(epoch, first_tick)
         slices = self.source.slices(reading) if self._kept is None else self._kept_slices(self._kept, reading)
         if self._threads and self._kept is None and self.source.in_background(reading):
-            slices = prefetch(slices)
+            slices = prefetch(slices, most=self.source.ahead_bytes, size=_bytes)
         with closing(slices):
             for part in slices:
                 yield self._here(part)
@@ -144,7 +144,7 @@ class Feed:
         if ahead and (source.in_processes or (self._threads and source.in_background(reading))):
             # Loading is not leasing: what others took meanwhile was loaded in vain, and is thrown away.
             own = source.load((picks.at(lease.index, lease.part) for lease in foreseen(segment, rank)), reading)
-            coming = own if source.in_processes else prefetch(own)
+            coming = own if source.in_processes else prefetch(own, most=source.ahead_bytes, size=_bytes)
         try:
             while isinstance(lease := take(), Lease):
                 if coming is not None and segment.owner(lease.part) == rank and not lease.again:
@@ -249,8 +249,17 @@ def check_shard(rank: int, size: int, batch_size: int) -> None:
         )
 
 
-def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T, None, None]:
-    """The same items in the same order, read up to `depth` ahead by a thread.
+def _bytes(part: Slice) -> int:
+    """About as many as a slice's batch has in memory; what holds objects is not looked into."""
+    if part.batch is None:
+        return 0
+    return sum(getattr(column, "nbytes", 64 * len(column)) for _, column in columns(part.batch))
+
+
+def prefetch(
+    items: Generator[T, None, None], depth: int = DEPTH, most: int = 0, size: Callable[[T], int] = lambda item: 0
+) -> Generator[T, None, None]:
+    """The same items in the same order, read ahead by a thread: up to `depth`, and further up to `most` of their sizes.
 
     The thread starts with the first `next()`. An exception of `items` comes out where its item would have, with its own
     traceback. Closing (or dropping) the generator ends the thread, which closes `items`; an item under way is
@@ -259,19 +268,24 @@ def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T
     """
     ready: deque[T] = deque()
     changed = threading.Condition()  # of all that the two threads share
+    held = 0  # sizes of what is ready
     closed = False  # the consumer wants no more
     done = False  # the thread gives no more
     error: BaseException | None = None  # why, if it failed
 
+    def wanted() -> bool:
+        return closed or len(ready) < depth or held < most
+
     def produce() -> None:
-        nonlocal done, error
+        nonlocal done, error, held
         try:
             for item in items:
                 with changed:
-                    changed.wait_for(lambda: closed or len(ready) < depth)
+                    changed.wait_for(wanted)
                     if closed:
                         return
                     ready.append(item)
+                    held += size(item)
                     changed.notify_all()
         except BaseException as problem:  # noqa: BLE001 - not swallowed: the consumer raises it
             error = problem
@@ -296,6 +310,7 @@ def prefetch(items: Generator[T, None, None], depth: int = DEPTH) -> Generator[T
                 if not ready:
                     break
                 item = ready.popleft()
+                held -= size(item)
                 changed.notify_all()
             yield item
         if error is not None:

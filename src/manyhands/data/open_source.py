@@ -22,6 +22,7 @@ from manyhands.data.readers.loaders import open_loader, unshared
 from manyhands.data.readers.ragged_rows import RaggedRows
 from manyhands.data.readers.streams import Stream
 from manyhands.data.readers.tables import HuggingFace, arrow_columns, frame_columns
+from manyhands.data.shards.source import Shards
 from manyhands.data.source import Slice, Source
 from manyhands.errors import BadInput
 
@@ -29,7 +30,7 @@ __all__ = ["Slice", "Source", "is_function", "open_source"]
 
 ACCEPTED = (
     "tensors or arrays (also in dicts, tuples, dataclasses); a Dataset; a list or other iterable of rows; a "
-    "DataLoader; a DataFrame or Arrow table; a Csr or Corpus; a path or URL; or a function that gives one of these (see docs/data.md)"
+    "DataLoader; a DataFrame or Arrow table; a Csr or Corpus; a path or URL; shards(…); or a function that gives one of these (see docs/data.md)"
 )
 
 
@@ -48,6 +49,8 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
         return data.open(collate)
     if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
         return source
+    if isinstance(data, Shards):
+        return data.open(collate)
     if isinstance(data, Ragged):
         return RaggedRows(data, collate)
     if isinstance(data, DataLoader):
@@ -82,7 +85,9 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
 def is_function(data: Any) -> bool:
     """Whether `data` is a function that returns data, to be called by `open_source`; callable datasets are not."""
     is_data = (
-        isinstance(data, Dataset | DataLoader | DistributedFrame | Ragged) or _has_rows(data) or _has_columns(data)
+        isinstance(data, Dataset | DataLoader | DistributedFrame | Shards | Ragged)
+        or _has_rows(data)
+        or _has_columns(data)
     )
     return callable(data) and not is_data
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from manyhands.data.input_counters import InputCounters
 from manyhands.data.sharding import Indices, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
@@ -76,7 +77,7 @@ class Pick:
 class Picks:
     """The plan of an epoch, the same on all workers: any slice of any global batch."""
 
-    whole: Callable[[int], Sequence[Any]]  # the number of a global batch -> its row indices
+    whole: Callable[[int], Any]  # the number of a global batch -> its row indices
     batches: int
     parts: int  # slices of each
 
@@ -105,6 +106,10 @@ class Source(ABC):
     rows: int | None = None  # in an epoch; None: nobody knows before the end
     batch_size: int | None = None  # the source's own, where it has one (a DataLoader)
     loading = Loading()
+    ahead_bytes = 0
+    """Of batches that a thread may read ahead; 0: two batches, whatever their size."""
+    counters: InputCounters | None = None
+    """What reading cost this process, where the source counts that."""
 
     @abstractmethod
     def epoch_rows(self, reading: Reading) -> int | None:

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from manyhands.engines.quantities import NUMBER, TIME, expect_number, read_items, read_seconds, shown, unknown
+from manyhands.engines.quantities import TIME, expect_number, read_items, read_seconds, shown, unknown
 from manyhands.errors import BadInput, Unsupported, is_whole
-from manyhands.units import count
+from manyhands.units import NUMBER, count
 
 if TYPE_CHECKING:
     from manyhands.engines.base import LaunchSpec

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from manyhands.errors import BadInput, UnknownName
 from manyhands.spec import did_you_mean, split_commas
+from manyhands.units import NUMBER, SCALES
 
-NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 TIME = rf"{NUMBER}(?:[mµun]?s)?"
 
 _PER_SECOND = {"": 1, "s": 1, "ms": 1_000, "us": 1_000_000, "µs": 1_000_000, "ns": 1_000_000_000}
-_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BITS = {"": 1, **SCALES}
 
 
 def read_seconds(text: str, what: str) -> float:
@@ -36,15 +36,6 @@ def read_bandwidth(text: str, what: str) -> float:
             f"{what} must be a number of bit/s above 0, such as 1e9, 100Mbit, 1Gbit or inf; got {text!r}{bytes_too}"
         )
     return float(found[1]) * _BITS[(found[2] or "").lower()]
-
-
-def read_bytes(text: str, what: str) -> int:
-    """`2GB`, `512MB`, `1.5GiB`; BadInput otherwise, also for a number without a unit."""
-    found = re.fullmatch(rf"({NUMBER})\s*([kKmMgGtT])(i?)[bB]", str(text).strip())
-    if found is None or not float(found[1]):
-        raise BadInput(f"{what} must be a size with its unit, such as 2GB, 512MB or 1.5GiB; got {text!r}")
-    scale = 1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else _BITS[found[2].lower()]
-    return int(float(found[1]) * scale)
 
 
 def read_factor(text: str, what: str) -> float:

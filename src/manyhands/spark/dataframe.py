@@ -13,7 +13,8 @@ from urllib.parse import unquote
 import numpy as np
 
 from manyhands.data.dataframe_rows import WHICH, DistributedFrame
-from manyhands.data.readers.shared_files import find, table_file, types_of
+from manyhands.data.readers.shared_files import find, types_of
+from manyhands.data.shards.formats.by_suffix import shard_file
 from manyhands.data.spool import SpoolColumn
 from manyhands.engines.spark.session import is_connect
 from manyhands.errors import BadInput
@@ -205,7 +206,7 @@ def files_of(df: DataFrame) -> tuple[str, ...]:
         )
     files = tuple(sorted(unquote(url) for url in df.inputFiles()))
     for file in files:
-        table_file(file)
+        shard_file(file)
     return files
 
 

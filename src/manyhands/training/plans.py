@@ -19,7 +19,6 @@ from torch import nn
 from manyhands import engines, units
 from manyhands.checkpoint.checkpoints import write_whole
 from manyhands.engines.cores import usable_cores
-from manyhands.engines.quantities import read_bytes
 from manyhands.errors import BadInput, Unsupported
 from manyhands.evidence.text_table import text_table
 from manyhands.parallel.build import build
@@ -225,7 +224,7 @@ def limits_of(given: str | None, workers: int) -> tuple[int, ...]:
     """Bytes by worker; BadInput for sizes without a unit, or another number of them."""
     if given is None:
         return ()
-    found = [read_bytes(one, "memory_per_worker") for one in str(given).split(",")]
+    found = [units.read_bytes(one, "memory_per_worker") for one in str(given).split(",")]
     if len(found) not in (1, workers):
         raise BadInput(
             f"memory_per_worker must be one size, or one for each of the {workers} workers; got {len(found)}: {given}"

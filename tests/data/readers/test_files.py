@@ -117,7 +117,7 @@ def test_text_that_is_not_utf8_names_its_line(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "data.csv").write_text("1,2")
+    (tmp_path / "data.xyz").write_text("1,2")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "empty.tfrecord").write_text("")
     (tmp_path / "empty").mkdir()
@@ -125,10 +125,10 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         (tmp_path / name).write_text("no such format")
     for name, message in [
         ("missing.npz", "no file or folder"),
-        ("data.csv", "expected .npz"),
+        ("data.xyz", "expected .npz"),
         ("empty.txt", "has no rows"),
         ("empty.tfrecord", "has no rows"),
-        ("empty", "holds no .parquet file"),
+        ("empty", "holds no .parquet"),
         ("broken.npz", "cannot read .*broken.npz"),
         ("broken.npy", "cannot read .*broken.npy"),
         ("broken.parquet", "cannot read .*broken.parquet as Parquet"),

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manyhands.data.readers import shared_files
 from manyhands.data.readers.shared_files import count, dealt, find, read, together, types_of
+from manyhands.data.shards import find as find_module
+from manyhands.data.shards.formats import base
 from manyhands.errors import BadInput
 from tfrecord_files import examples
 
@@ -91,7 +92,7 @@ def test_files_are_counted_once_by_all_readers_together(memory: str) -> None:
 
 def test_only_named_columns_are_read_in_batches_of_bounded_size(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet(f"{memory}/a.parquet", range(1000), row_group=500)
-    monkeypatch.setattr(shared_files, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(base, "PIECE_BYTES", 2000)
     files = find([memory])
     batches = list(read(files, [1000], ["x"], 0, 1))
     assert {tuple(batch.schema.names) for batch in batches} == {("x",)}
@@ -122,7 +123,7 @@ def test_a_host_stays_in_the_url() -> None:
         def unstrip_protocol(self, file: str) -> str:
             return f"hdfs://{file}"
 
-    url = shared_files._url(Hdfs(), "hdfs://name:8020/data/", "/data", "/data/a.parquet")
+    url = find_module._url(Hdfs(), "hdfs://name:8020/data/", "/data", "/data/a.parquet")
     assert url == "hdfs://name:8020/data/a.parquet"
 
 
@@ -159,8 +160,8 @@ def test_what_cannot_be_found_is_refused(memory: str) -> None:
         (["missing.parquet"], "no file or folder '.*missing.parquet'"),
         (["*.orc"], "no file or folder"),
         (["text.csv"], "cannot read .*text.csv': expected .parquet"),
-        (["no"], "holds no .parquet file and no .tfrecord file"),
-        (["a.parquet", "a.tfrecord"], "mixes Parquet and TFRecord files"),
+        (["no"], "holds no .parquet or .tfrecord file"),
+        (["a.parquet", "a.tfrecord"], "mixes .parquet and .tfrecord files"),
         (["a.parquet", "*.parquet"], "a.parquet is named twice"),
     ]:
         with pytest.raises(BadInput, match=message):

@@ -1,4 +1,4 @@
-"""Files: `.npz`, `.npy` and `.txt` of this machine; `.parquet`, `.tfrecord` and folders of them, also by URL."""
+"""Files: `.npz`, `.npy` and `.txt` of this machine; those that `shards` reads, and folders of them, also by URL."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from typing_extensions import override
 from manyhands.data.batch import Collate
 from manyhands.data.readers import shared_files
 from manyhands.data.readers.arrays import Columns
+from manyhands.data.shards.find import find
+from manyhands.data.shards.formats import by_suffix
+from manyhands.data.shards.formats.parquet import Parquet
+from manyhands.data.shards.formats.tfrecord import TFRecord
+from manyhands.data.shards.source import shards
+from manyhands.data.shards.table import ShardTable
 from manyhands.data.source import Indexed, Reading, Source, nonempty
 from manyhands.errors import BadInput
 
+IN_MEMORY_BYTES = 64 << 20
+"""A table of so many bytes, decoded, is held by each worker; of a larger one a host's workers map one copy."""
 _STRIDE = 16  # lines between two whose places are held
 _PIECE = 1 << 17  # bytes
-KINDS = f".npz, .npy, .txt, {shared_files.KINDS}"
+KINDS = f".npz, .npy, {by_suffix.KINDS}"
 
 
 def open_file(path: str | Path, collate: Collate | None = None) -> Source:
-    """The source that a file is, by its suffix. path: a path, `~` at home; a table's also a glob, or a URL that fsspec
-    knows.
+    """The source that a file is, by its suffix. path: a path, `~` at home; of those that `shards` reads also a glob, a folder,
+    or a URL that fsspec knows. The rows of Parquet and TFRecord files have an order of all, others are read as `shards` reads them.
 
     Raises BadInput for a path that is not there or of another kind, and for storage of which the package is not
     installed.
@@ -33,9 +41,14 @@ def open_file(path: str | Path, collate: Collate | None = None) -> Source:
     suffix = Path(what).suffix.lower()
     if suffix in (".npz", ".npy"):
         return Columns(numpy_file(what), collate, what)
-    if suffix == ".txt":
+    if suffix == ".txt" and "://" not in what and Path(what).expanduser().exists():
         return Lines(_here(what), collate)
-    return Columns(shared_files.columns_of(shared_files.find([what], KINDS), what), collate, what)
+    files = find([what], kinds=KINDS)
+    if not isinstance(by_suffix.shard_file(files[0]), Parquet | TFRecord):
+        return shards(what).open(collate)
+    if ShardTable.of(files).memory > IN_MEMORY_BYTES:
+        return shards(what, shuffle=True).open(collate)
+    return Columns(shared_files.columns_of(files, what), collate, what)
 
 
 def _here(path: str) -> Path:

@@ -52,19 +52,42 @@ def count(file: BinaryIO, what: str) -> int:
     return records.number
 
 
+def spans(file: BinaryIO, what: str, size: int) -> list[tuple[int, int, int, int]]:
+    """(first record, records, first byte, end) of pieces of neighbouring records, of about `size` bytes each.
+
+    A packed file is one piece, since nothing inside can be found without unpacking what is before it. Errors as `read`.
+    """
+    records, found = _Records(file, what), list[tuple[int, int, int, int]]()
+    number = start = at = 0
+    while records.skip():
+        at = file.tell()
+        if not records.packed and at - start >= size:
+            found.append((number, records.number - number, start, at))
+            number, start = records.number, at
+    return found if records.number == number else [*found, (number, records.number - number, start, at)]
+
+
 def read(
-    file: BinaryIO, what: str, names: Sequence[str] | None = None, start: int = 0, stop: int | None = None
+    file: BinaryIO,
+    what: str,
+    names: Sequence[str] | None = None,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    first: int = 0,
+    piece: int = BATCH_BYTES,
 ) -> Iterator[pa.RecordBatch]:
-    """The records [start, stop) as batches of at most BATCH_ROWS rows, or BATCH_BYTES and one record.
+    """The records [start, stop) as batches of at most BATCH_ROWS rows, or `piece` bytes and one record.
 
     file: at its beginning, in binary, seekable; plain or gzip'ed. what: its name in errors. names: the features wanted;
-        None: those of the first record.
+        None: those of the first record. first: the number that errors give to the record at its beginning.
     A feature of one value in all rows of a batch is a number (or bytes) a row, else a list.
 
     Raises BadInput, naming file and record (the first is record 0), for what is cut off or damaged, no Example, or
     without a wanted feature; and where google-crc32c is missing.
     """
-    records = _Records(file, what)
+    records = _Records(file, what, first)
+    start, stop = start + first, None if stop is None else stop + first
     while records.number < start and records.skip():
         pass
     rows: list[dict[str, Feature]] = []
@@ -76,7 +99,7 @@ def read(
             rows.append(_chosen(row, names, rows[0] if rows else None))
         records.number += 1
         held += len(data)
-        if len(rows) == BATCH_ROWS or held >= BATCH_BYTES:
+        if len(rows) == BATCH_ROWS or held >= piece:
             yield _batch(rows, names)
             rows, held = [], 0
     if rows:
@@ -90,13 +113,13 @@ class _Broken(ValueError):
 class _Records:
     """The records of one file; `number` is that of the next."""
 
-    def __init__(self, file: BinaryIO, what: str) -> None:
-        self.number = 0
+    def __init__(self, file: BinaryIO, what: str, number: int = 0) -> None:
+        self.number = number
         self._what = what
         head = file.read(_HEADER.size)
         file.seek(0)
-        packed = head.startswith(_GZIP) and not _is_header(head)
-        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+        self.packed = head.startswith(_GZIP) and not _is_header(head)
+        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=file)) if self.packed else file
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -1,0 +1,165 @@
+"""From columns as they are stored to what a batch holds: numbers as tensors, members of tars by their suffix, rows by the user's code."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from manyhands.data.batch import Collate
+from manyhands.data.readers.tables import arrow_array
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Stored = Any  # np.ndarray [rows, …], or an Arrow array of texts or bytes
+
+_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count", "label", "target")
+_TEXTS = ("txt", "text", "transcript")
+_IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp")
+_PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
+
+
+def stored_columns(batch: pa.RecordBatch, order: np.ndarray[Any, Any] | None = None) -> dict[str, Stored]:
+    """{column: its values, in this order of the rows}; texts and bytes stay Arrow's."""
+    import pyarrow as pa
+
+    columns: dict[str, Stored] = {}
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if _is_text(field.type):
+            columns[field.name] = column if order is None else column.take(pa.array(order))
+        else:
+            array = arrow_array(column, f"column {field.name!r}")
+            columns[field.name] = array if order is None else array[order]
+    return columns
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(
+        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
+
+
+def joined(parts: Sequence[Stored]) -> Any:
+    """Parts of a column as one, copied: an array, or a list of texts or bytes."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+    return [value for part in parts for value in part.to_pylist()]
+
+
+@dataclass(frozen=True)
+class RowDecoder:
+    """What makes a batch of the columns of its rows."""
+
+    of_members: bool = False
+    """Whether columns hold members of a tar, which are decoded by their suffix."""
+    decode: Callable[..., Any] | None = None
+    """The user's: {column: value} -> row; with a parameter `rng` also numpy's Generator of that row."""
+    collate: Collate | None = None
+    executor: Executor | None = None
+    """What runs it; None: this thread."""
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether `decode` asks for random numbers."""
+        return self.decode is not None and "rng" in inspect.signature(self.decode).parameters
+
+    def batch(self, columns: Mapping[str, Any], rngs: Callable[[int], np.random.Generator]) -> Any:
+        """columns: as `joined` makes them. rngs: the Generator of a row, by its place in the batch."""
+        if self.decode is None and self.of_members:
+            columns = {name: self._decoded(name, values) for name, values in columns.items()}
+        if self.decode is None and self.collate is None:
+            return {
+                name: _as_tensor(name, values)
+                if self.of_members or isinstance(values, np.ndarray)
+                else np.array(values, object)
+                for name, values in columns.items()
+            }
+        rows: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if self.decode is not None:
+            rows = self._mapped(self._row, rows, [rngs(i) if self.draws else None for i in range(len(rows))])
+        return (self.collate or default_collate)(rows)
+
+    def _row(self, row: dict[str, Any], own: np.random.Generator | None) -> Any:
+        assert self.decode is not None
+        return self.decode(row) if own is None else self.decode(row, rng=own)
+
+    def _decoded(self, name: str, values: Any) -> Any:
+        suffix = name.rpartition(".")[2]
+        if suffix in _PICKLED:
+            raise BadInput(
+                f"members .{name} may hold pickled objects, which are never loaded: give decode=, a function of the row that makes "
+                "something of its bytes, or columns= without it"
+            )
+        if name == "__key__" or suffix not in DECODERS:
+            return values
+        return self._mapped(lambda value: _member(suffix, value, name), values)
+
+    def _mapped(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
+        return list((self.executor.map if self.executor is not None else map)(function, *values))
+
+
+def _member(suffix: str, value: bytes, name: str) -> Any:
+    try:
+        return DECODERS[suffix](value)
+    except (ValueError, OSError, EOFError) as error:
+        raise BadInput(
+            f"a member .{name} cannot be decoded as its suffix says: {error}. Write it again, or give decode=, a function of the row"
+        ) from error
+
+
+def _image(data: bytes) -> np.ndarray[Any, Any]:
+    """uint8 [height, width, 3], or [height, width] of one in grey."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise BadInput(
+            f"images in tars need Pillow ({error}): pip install pillow, or give decode=, a function of the row"
+        ) from error
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image if image.mode == "L" else image.convert("RGB"))
+
+
+def _npy(data: bytes) -> np.ndarray[Any, Any]:
+    return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(_NUMBERS, int),
+    **dict.fromkeys(_TEXTS, bytes.decode),
+    **dict.fromkeys(_IMAGES, _image),
+    "json": json.loads,
+    "npy": _npy,
+}
+"""By suffix."""
+
+
+def _as_tensor(name: str, values: Any) -> Any:
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "biufc":
+            return values
+        return torch.from_numpy(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
+    if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return torch.tensor(values)
+    if values and isinstance(values[0], np.ndarray):
+        shapes = {value.shape for value in values}
+        if len(shapes) > 1:
+            listed = ", ".join(sorted(str(list(shape)) for shape in shapes)[:3])
+            raise BadInput(
+                f"the rows of column {name!r} have different shapes ({listed}): bring them to one in decode=, or give collate="
+            )
+        return _as_tensor(name, np.stack(values))
+    return values

@@ -1,0 +1,1 @@
+"""How each format's files are read, one a file; `base.py` is the contract. Only `data/shards` imports them."""

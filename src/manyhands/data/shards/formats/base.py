@@ -1,0 +1,59 @@
+"""The contract of a format: how the rows of one file are counted, and how a block of them is read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from manyhands.data.shards.stored_file import StoredFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BLOCK_BYTES = 16 << 20
+"""Of formats without blocks of their own: rows that lie together make blocks of about so many bytes."""
+PIECE_BYTES = 4 << 20
+"""What is read at once: a record batch is about as large in memory, a row at least."""
+
+
+class Block(NamedTuple):
+    """Rows of a file that are read together."""
+
+    first: int
+    """The number of its first row in the file."""
+    rows: int
+    at: int
+    """Where it begins: a byte, or the number of a row group or record batch."""
+    bytes: int
+    """As it is stored."""
+    memory: int
+    """About as many bytes when it is decoded."""
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of a piece: of about PIECE_BYTES in memory."""
+        return max(1, self.rows * PIECE_BYTES // max(1, self.memory, PIECE_BYTES))
+
+
+@dataclass(frozen=True)
+class ShardFile(ABC):
+    """One file of rows. Every method may be called by several threads. A row is one value of each column."""
+
+    file: StoredFile
+
+    @abstractmethod
+    def types(self) -> dict[str, pa.DataType]:
+        """{column: Arrow type} as its first rows have them; {} where nothing says it."""
+
+    @abstractmethod
+    def blocks(self) -> list[Block]:
+        """All of its blocks in order. It costs a look at the file's footer, or one reading of the file."""
+
+    @abstractmethod
+    def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
+        """The rows of a block from its row `start` on, as record batches of these columns, about PIECE_BYTES each.
+
+        Raises BadInput, naming file and row or column, for what is damaged, and for rows that lack a column.
+        """

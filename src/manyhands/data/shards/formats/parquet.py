@@ -1,0 +1,88 @@
+"""Parquet: a block is a row group."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from manyhands.data.shards.formats.base import Block, ShardFile
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_WHOLE_BYTES = 8 << 20  # a row group of so many bytes is read at once, a larger one by column and piece
+_BUFFER_BYTES = 1 << 20
+
+
+class Parquet(ShardFile):
+    @override
+    def types(self) -> dict[str, pa.DataType]:
+        return {field.name: _plain(field.type) for field in self._metadata.schema.to_arrow_schema()}
+
+    @override
+    def blocks(self) -> list[Block]:
+        blocks, first = [], 0
+        for i in range(self._metadata.num_row_groups):
+            group = self._metadata.row_group(i)
+            stored = sum(group.column(j).total_compressed_size for j in range(group.num_columns))
+            blocks.append(Block(first, group.num_rows, i, stored, group.total_byte_size))
+            first += group.num_rows
+        return blocks
+
+    @override
+    def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
+        import pyarrow as pa
+
+        self.file.check()
+        if missing := [name for name in names if name not in self.types()]:
+            raise BadInput(f"{self.file.url} has no column {missing[0]!r}; it has {', '.join(self.types())}")
+        group, wanted = self._metadata.row_group(block.at), set(names)
+        columns = [group.column(j) for j in range(group.num_columns)]
+        stored = sum(one.total_compressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted)
+        at, rows = 0, block.piece_rows
+        with self._opened(whole=stored <= _WHOLE_BYTES) as file:
+            if self.file.local is not None:
+                self.file.counters.add(bytes=stored, reads=1)
+            for batch in file.iter_batches(rows, row_groups=[block.at], columns=list(names), use_threads=False):
+                behind, at = at, at + batch.num_rows
+                if at > start:
+                    arrays = [one.cast(_plain(one.type)) for one in batch.slice(max(0, start - behind)).columns]
+                    yield pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+    @cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        with self._opened(whole=False) as file:
+            return file.metadata
+
+    @contextmanager
+    def _opened(self, whole: bool) -> Iterator[pq.ParquetFile]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        local = self.file.local
+        known = self.__dict__.get("_metadata")
+        try:
+            source = self.file.stream() if local is None else pa.OSFile(local)
+            buffered = 0 if whole else _BUFFER_BYTES
+            with source, pq.ParquetFile(source, metadata=known, pre_buffer=whole, buffer_size=buffered) as file:
+                yield file
+        except FileNotFoundError:
+            self.file.check()
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise BadInput(
+                f"cannot read {self.file.url} as Parquet: {error}. Check that it is a complete Parquet file"
+            ) from error
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Decimals as doubles, which is what they become on their way from Spark, too."""
+    import pyarrow as pa
+
+    return pa.float64() if pa.types.is_decimal(kind) else kind

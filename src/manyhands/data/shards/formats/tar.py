@@ -1,0 +1,196 @@
+"""Tar archives in webdataset's layout: neighbouring members of one name before the first dot of the last path part are a row.
+
+    000001.jpg  000001.cls  000002.jpg  000002.cls  …       two rows with columns __key__, jpg, cls
+
+A column holds the members' bytes. Members that are no files, and names such as `__meta__`, are passed over.
+Source: webdataset, docs "The WebDataset Format" (https://github.com/webdataset/webdataset).
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import tarfile
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+
+from typing_extensions import override
+
+from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, Block, ShardFile
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEY = "__key__"
+_RECORD = 512  # bytes: headers and members begin at multiples
+_NAME = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]*)$")
+_PASSED_OVER = re.compile(r"__[^/]*__(/|$)")
+
+
+class _Member(NamedTuple):
+    key: str
+    column: str
+    at: int  # where its header begins
+    size: int
+
+
+class Tar(ShardFile):
+    @override
+    def types(self) -> dict[str, pa.DataType]:
+        import pyarrow as pa
+
+        with self._opened(0, None) as stream:
+            for sample in _samples(self._members(stream, 0, fetch=True)):
+                return {KEY: pa.string()} | dict.fromkeys((member.column for member, _ in sample), pa.large_binary())
+        return {}
+
+    @override
+    def blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        first = rows = begin = end = 0
+        with self._opened(0, None) as stream:
+            for sample in _samples(self._members(stream, 0, fetch=False)):
+                last, _ = sample[-1]
+                if rows and not self._packed and sample[0][0].at - begin >= BLOCK_BYTES:
+                    blocks.append(Block(first, rows, begin, end - begin, end - begin))
+                    first, rows, begin = first + rows, 0, sample[0][0].at
+                rows += 1
+                end = last.at + _RECORD + _padded(last.size)
+        if rows:
+            stored = self.file.size if self._packed else end - begin  # a packed file is one block
+            blocks.append(Block(first, rows, 0 if self._packed else begin, stored, end - begin))
+        return blocks
+
+    @override
+    def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
+        self.file.check()
+        rows: list[dict[str, bytes | str]] = []
+        held = number = 0
+        with self._opened(block.at, block.at + block.bytes) as stream:
+            for sample in _samples(self._members(stream, block.at, fetch=True)):
+                if number >= start:
+                    rows.append({KEY: sample[0][0].key} | {member.column: data for member, data in sample})
+                    held += sum(len(data) for _, data in sample)
+                number += 1
+                if held >= PIECE_BYTES:
+                    yield self._batch(rows, names)
+                    rows, held = [], 0
+        if rows:
+            yield self._batch(rows, names)
+
+    def _batch(self, rows: list[dict[str, bytes | str]], names: Sequence[str]) -> pa.RecordBatch:
+        import pyarrow as pa
+
+        try:
+            columns = [
+                pa.array([row[name] for row in rows], pa.string() if name == KEY else pa.large_binary())
+                for name in names
+            ]
+        except KeyError as error:
+            row = next(row for row in rows if error.args[0] not in row)
+            raise BadInput(
+                f"{row[KEY]!r} in {self.file.url} has no member .{error.args[0]}, and other rows have one (it has "
+                f"{', '.join(name for name in row if name != KEY)}): write all rows with the same members, or give columns= that all have"
+            ) from error
+        return pa.RecordBatch.from_arrays(columns, names=list(names))
+
+    @property
+    def _packed(self) -> bool:
+        return self.file.url.lower().endswith(("gz", "tgz"))
+
+    @contextmanager
+    def _opened(self, start: int, stop: int | None) -> Iterator[BinaryIO]:
+        with self.file.stream(start, stop, PIECE_BYTES // 4) as stream:
+            try:
+                yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if self._packed else cast(BinaryIO, stream)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise self._damaged(f"it cannot be unpacked ({error})") from error
+
+    def _damaged(self, how: str) -> BadInput:
+        return BadInput(f"cannot read {self.file.url} as tar: {how}. Write the file again, or leave it out")
+
+    def _members(self, stream: BinaryIO, base: int, fetch: bool) -> Iterator[tuple[_Member, bytes]]:
+        """The members that belong to rows, with their bytes where `fetch` says so; base: where in the file it begins."""
+        at, name, size_given = base, "", -1
+        end = self.file.size if not self._packed else None
+        while len(header := stream.read(_RECORD)) == _RECORD and header[0]:
+            kind = header[156:157]
+            plain = kind in b"0\x00" and header[257:262] == b"ustar" and header[124] < 128
+            try:
+                if plain:
+                    size = int(header[124:136].rstrip(b" \x00"), 8)
+                    own = header[:100].partition(b"\x00")[0]
+                    if (
+                        prefix := header[345:500].partition(b"\x00")[0]
+                        if header[262] == 0 or header[262:263] == b"0"
+                        else b""
+                    ):
+                        own = prefix + b"/" + own
+                else:
+                    info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+                    size, own = info.size, info.name.encode("utf-8", "surrogateescape")
+            except (ValueError, tarfile.HeaderError) as error:
+                raise self._damaged(f"the header at byte {at:,} is damaged ({error})") from error
+            if kind in b"Lxg":  # a longer name than a header holds, or pax's values, of the next member
+                data = self._data(stream, size, at)
+                if kind == b"L":
+                    name = data.rstrip(b"\x00").decode("utf-8", "surrogateescape")
+                else:
+                    values = _pax(data)
+                    name, size_given = values.get("path", name), int(values.get("size", size_given))
+                at += _RECORD + _padded(size)
+                continue
+            size = size if size_given < 0 else size_given
+            name = name or own.decode("utf-8", "surrogateescape")
+            found = _NAME.match(name) if kind in b"0\x00" and not _PASSED_OVER.search(name) else None
+            if found is not None and fetch:
+                yield _Member(found[1], found[2].lower(), at, size), self._data(stream, size, at)
+            else:
+                if end is not None and at + _RECORD + size > end:
+                    raise self._damaged(f"{name} is cut off")
+                stream.seek(_padded(size), 1)
+                if found is not None:
+                    yield _Member(found[1], found[2].lower(), at, size), b""
+            at, name, size_given = at + _RECORD + _padded(size), "", -1
+        if 0 < len(header) < _RECORD:
+            raise self._damaged(f"the header at byte {at:,} is cut off")
+
+    def _data(self, stream: BinaryIO, size: int, at: int) -> bytes:
+        data = stream.read(_padded(size))
+        if len(data) < size:
+            raise self._damaged(f"the member at byte {at:,} is cut off")
+        return data[:size]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _RECORD) * _RECORD
+
+
+def _pax(data: bytes) -> dict[str, str]:
+    """Of records `LENGTH key=value\\n`."""
+    values = {}
+    while data:
+        length, _, _ = data.partition(b" ")
+        record, data = data[: int(length)], data[int(length) :]
+        key, _, value = record[len(length) + 1 : -1].partition(b"=")
+        values[key.decode()] = value.decode("utf-8", "surrogateescape")
+    return values
+
+
+def _samples(members: Iterator[tuple[_Member, bytes]]) -> Iterator[list[tuple[_Member, bytes]]]:
+    """Neighbours of one key together. BadInput for a column that a row has twice."""
+    sample: list[tuple[_Member, bytes]] = []
+    for member, data in members:
+        if sample and sample[0][0].key != member.key:
+            yield sample
+            sample = []
+        if any(one.column == member.column for one, _ in sample):
+            raise BadInput(
+                f"{member.key}.{member.column} stands twice in a row of a tar: give each row's members a name of their own"
+            )
+        sample.append((member, data))
+    if sample:
+        yield sample

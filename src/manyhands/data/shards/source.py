@@ -1,0 +1,322 @@
+"""`shards()`: rows of many files, read while the run trains; in the order of shuffled blocks, or in any order at all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from manyhands import units
+from manyhands.data.batch import Collate
+from manyhands.data.sharding import ticks
+from manyhands.data.shards.block_order import BlockOrder, Positions
+from manyhands.data.shards.decode import RowDecoder, Stored, joined, stored_columns
+from manyhands.data.shards.find import find
+from manyhands.data.shards.formats.tar import Tar
+from manyhands.data.shards.host_cache import HostCache, default_folder
+from manyhands.data.shards.table import ShardTable, in_pieces
+from manyhands.data.source import Indexed, Pick, Picks, Planned, Reading, Slice, Slices, Source, nonempty
+from manyhands.errors import BadInput, is_whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LANES = 16
+AHEAD_BYTES = 32 << 20
+"""Of batches that a worker reads ahead."""
+_FEW = 4  # pieces that are kept beside those in use
+_OPEN = 256  # blocks that stay open, for their next pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Files whose rows are read while a run trains: what `shards` makes. `open_source` opens it, on every worker."""
+
+    paths: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    shuffle: bool | str | None = None
+    decode: Callable[..., Any] | None = None
+    cache: int | None = None
+    cache_folder: str | None = None
+    threads: int = 2
+
+    @cached_property
+    def lanes(self) -> int:
+        """Blocks that are open at a time."""
+        if not isinstance(self.shuffle, str):
+            return LANES
+        kind, _, many = self.shuffle.partition(":")
+        if kind != "blocks" or not (many.isascii() and many.isdigit() and int(many) > 0):
+            raise BadInput(
+                f'shuffle must be True, False or "blocks:K", with K of at least 1, the number of blocks whose rows are mixed, not '
+                f'{self.shuffle!r}: "blocks:{LANES}", for example'
+            )
+        return int(many)
+
+    def open(self, collate: Collate | None) -> Source:
+        """The source, on the worker that calls it. BadInput for what cannot be read."""
+        folder = Path(self.cache_folder).expanduser() if self.cache_folder is not None else default_folder()
+        cache = None
+        if self.cache is not None or self.shuffle is True:
+            cache = HostCache(folder, self.cache)
+        table = ShardTable.of(find(self.paths), self.columns, cache or _index_cache(folder))
+        nonempty(table.rows, units.listed(list(self.paths), 3))
+        decoder = RowDecoder(of_members=isinstance(table.files[0], Tar), decode=self.decode, collate=collate)
+        if self.shuffle is True:
+            assert cache is not None
+            cache.check_room(
+                table.memory,
+                f'give a larger one, or shuffle="blocks:{LANES}", which reads the files from front to back',
+            )
+            return MappedRows(table, cache, decoder, self.threads)
+        return BlockRows(table, cache, decoder, self.lanes, self.shuffle is not False, self.threads)
+
+
+def shards(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    columns: Sequence[str] = (),
+    shuffle: bool | str | None = None,
+    decode: Callable[..., Any] | None = None,
+    cache: int | str | None = None,
+    cache_folder: str | Path | None = None,
+    threads: int = 2,
+) -> Shards:
+    """Rows of files that are read while the run trains, so that they need not fit into memory.
+
+    paths: files, globs, folders or URLs of one format: Parquet, Arrow, TFRecord, tar (webdataset's layout), CSV, JSON lines or text.
+    columns: those that are read; default: all.
+    shuffle: "blocks:K" mixes the rows of K blocks at a time (a row group, a record batch, 16 MB of other files) and reads files from
+        front to back; True draws from all rows, which are kept decoded in the host's cache; False takes rows in their own order.
+        Default: "blocks:16", or the rows' own order where the task says shuffle=False.
+    decode: {column: value} -> row, called in threads; with a parameter `rng` it gets numpy's Generator of that row, which depends on
+        (seed, epoch, row) alone. Rows then become batches by the task's `collate`, or torch's default_collate.
+    cache: keep decoded blocks in a folder of each host, up to so many bytes (`"50GB"`); all workers of the host share it.
+    cache_folder: where; default: the variable MANYHANDS_CACHE, or ~/.cache/manyhands.
+    threads: that read and decode, for each worker.
+
+    Each worker reads the rows of its slices, and N workers train the same global batches as one. Raises BadInput for other values; what
+    is wrong with the files shows when they are opened.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not given:
+        raise BadInput("shards was given no path: give a file, a folder, a glob or a URL")
+    if not is_whole(threads):
+        raise BadInput(f"threads must be a whole number of at least 1, not {threads!r}")
+    made = Shards(
+        paths=tuple(str(path) for path in given),
+        columns=(columns,) if isinstance(columns, str) else tuple(columns),
+        shuffle=shuffle,
+        decode=decode,
+        cache=units.read_bytes(cache, "cache") if isinstance(cache, str) else cache,
+        cache_folder=None if cache_folder is None else str(cache_folder),
+        threads=threads,
+    )
+    made.lanes  # noqa: B018 - checks `shuffle`
+    return made
+
+
+def _index_cache(folder: Path) -> HostCache | None:
+    """Where an index is kept; None where this user has no such folder, and every run reads it anew."""
+    try:
+        return HostCache(folder)
+    except BadInput:
+        return None
+
+
+class BlockRows(Planned):
+    """Rows in the order of shuffled blocks, or in their own: files are read from front to back."""
+
+    def __init__(
+        self, table: ShardTable, cache: HostCache | None, decoder: RowDecoder, lanes: int, shuffle: bool, threads: int
+    ) -> None:
+        self.table, self.rows, self.counters = table, table.rows, table.counters
+        self.ahead_bytes = AHEAD_BYTES
+        self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
+        self._aside: tuple[BlockOrder, _Pieces] | None = None
+
+    @override
+    def epoch_rows(self, reading: Reading) -> int:
+        if reading.order is not None:
+            raise BadInput(
+                "order= names rows by their numbers, and these shards are read from front to back: give shards(…, shuffle=True), which "
+                "keeps all rows where any can be read"
+            )
+        return self.rows
+
+    @override
+    def ticks(self, reading: Reading) -> int:
+        return ticks(self.rows, reading.batch_size)
+
+    @override
+    def samples(self, count: int) -> None:
+        """None: reading a few rows would cost as many blocks."""
+        return
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return True
+
+    def order(self, reading: Reading) -> BlockOrder:
+        shuffled = reading.shuffle and self._shuffle
+        return BlockOrder(
+            rows=tuple(block.rows for _, block in self.table.blocks),
+            piece_rows=tuple(block.piece_rows for _, block in self.table.blocks),
+            lanes=self._lanes if shuffled else 1,
+            seed=reading.seed,
+            epoch=reading.epoch,
+            shuffled=shuffled,
+        )
+
+    @override
+    def picks(self, reading: Reading) -> Picks:
+        order, size = self.order(reading), reading.batch_size
+        return Picks(lambda i: order.batch(i * size, (i + 1) * size), self.ticks(reading), reading.size)
+
+    @override
+    def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
+        order = self.order(reading)
+        with closing(_Pieces(self.table, order, self._cache, self._decoder, self._threads)) as open_pieces:
+            for pick in picks:
+                yield pick.load(open_pieces.batch)
+
+    @override
+    def load_here(self, pick: Pick, reading: Reading) -> Slice:
+        """What is not read ahead: its pieces stay open for the next one."""
+        order = self.order(reading)
+        if self._aside is None or self._aside[0] != order:
+            if self._aside is not None:
+                self._aside[1].close()
+            self._aside = order, _Pieces(self.table, order, self._cache, self._decoder, self._threads, ahead=False)
+        return pick.load(self._aside[1].batch)
+
+
+@dataclass
+class _Pieces:
+    """The pieces under way of one reading of an epoch. Of each that is in use the next one is being read."""
+
+    table: ShardTable
+    order: BlockOrder
+    cache: HostCache | None
+    decoder: RowDecoder
+    threads: int
+    ahead: bool = True
+    _held: OrderedDict[tuple[int, int], Future[dict[str, Stored]]] = field(default_factory=OrderedDict)
+    _cursors: dict[tuple[int, int], Iterator[pa.RecordBatch]] = field(default_factory=dict)  # by the piece that comes
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.threads, "manyhands-shards")
+        self._decoding = ThreadPoolExecutor(self.threads, "manyhands-decode")
+
+    def close(self) -> None:
+        for pool in (self._pool, self._decoding):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._cursors.clear()
+        self._held.clear()
+
+    def batch(self, positions: Sequence[Any]) -> Any:
+        runs = list(self.order.runs(np.asarray(positions)))
+        for run in runs:
+            self._request(run.block, run.piece)
+        if self.ahead:
+            for run in runs:
+                if (following := self.order.after(run)) is not None:
+                    self._request(*following)
+        parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
+        columns = {
+            name: joined([columns[name][run.start : run.stop] for columns, run in parts]) for name in self.table.types
+        }
+        while len(self._held) > 2 * len(runs) + _FEW:
+            self._held.popitem(last=False)
+        numbers = self.order.row_numbers(np.asarray(positions)) if self.decoder.draws else np.empty(0, np.int64)
+        return self.decoder.batch(
+            columns, lambda i: np.random.default_rng((self.order.seed, self.order.epoch, int(numbers[i])))
+        )
+
+    def _request(self, block: int, piece: int) -> None:
+        key = block, piece
+        if key in self._held:
+            self._held.move_to_end(key)
+        else:
+            before = self._held.get((block, piece - 1))  # whose cursor goes on with this piece
+            self._held[key] = self._pool.submit(self._read, block, piece, before)
+
+    def _read(self, block: int, piece: int, before: Future[dict[str, Stored]] | None) -> dict[str, Stored]:
+        """In a thread of the pool, which has begun with `before` already."""
+        if before is not None:
+            wait([before])
+        within = self.order.within(block, piece)
+        if self.cache is not None:
+            return stored_columns(self.table.cached(block, self.cache)[piece], within)
+        rows = self.order.piece_rows[block]
+        cursor = self._cursors.pop((block, piece), None) or in_pieces(self.table.read(block, piece * rows), rows)
+        found = next(cursor)
+        self._cursors[block, piece + 1] = cursor
+        while len(self._cursors) > _OPEN:
+            self._cursors.pop(next(iter(self._cursors)), None)
+        return stored_columns(found, within)
+
+
+class MappedRows(Indexed):
+    """Rows in any order: every block lies decoded in the host's cache, and is mapped."""
+
+    def __init__(self, table: ShardTable, cache: HostCache, decoder: RowDecoder, threads: int) -> None:
+        self.table, self.rows, self.counters = table, table.rows, table.counters
+        self.ahead_bytes = AHEAD_BYTES
+        self._cache, self._decoder = cache, decoder
+        self._firsts = np.asarray(table.rows_before(), np.int64)
+        self._columns: dict[int, dict[str, Stored]] = {}  # by piece
+
+    @override
+    def samples(self, count: int) -> None:  # type: ignore[override]
+        """None: reading a few rows would cost as many blocks."""
+        return
+
+    @override
+    def in_background(self, reading: Reading) -> bool:
+        return True
+
+    @override
+    def take(self, indices: Sequence[Any]) -> Any:
+        return self._batch(np.asarray(indices, np.int64), (0, 0))
+
+    @override
+    def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
+        for pick in picks:
+            yield pick.load(lambda own: self._batch(np.asarray(own, np.int64), (reading.seed, reading.epoch)))
+
+    def _batch(self, numbers: Positions, key: tuple[int, int]) -> Any:
+        piece = np.searchsorted(self._firsts, numbers, side="right") - 1
+        by_piece = np.argsort(piece, kind="stable")
+        groups = np.split(by_piece, np.flatnonzero(np.diff(piece[by_piece])) + 1)
+        parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]]) for own in groups]
+        back = np.argsort(by_piece)  # where each row of the batch stands among the parts
+        columns = {
+            name: _reordered(joined([_taken(columns[name], rows) for columns, rows in parts]), back)
+            for name in self.table.types
+        }
+        return self._decoder.batch(columns, lambda i: np.random.default_rng((*key, int(numbers[i]))))
+
+    def _piece(self, number: int) -> dict[str, Stored]:
+        if number not in self._columns:
+            block, piece = self.table.pieces[number]
+            self._columns[number] = stored_columns(self.table.cached(block, self._cache)[piece])
+        return self._columns[number]
+
+
+def _taken(column: Stored, rows: Positions) -> Stored:
+    import pyarrow as pa
+
+    return column[rows] if isinstance(column, np.ndarray) else column.take(pa.array(rows))
+
+
+def _reordered(values: Any, order: Positions) -> Any:
+    return values[order] if isinstance(values, np.ndarray) else [values[i] for i in order]

@@ -1,0 +1,188 @@
+"""All files of a data set as one table: which blocks of rows they have, with which columns, and how a block is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from manyhands import units
+from manyhands.data.input_counters import InputCounters
+from manyhands.data.shards.formats.arrow import Arrow
+from manyhands.data.shards.formats.base import Block, ShardFile
+from manyhands.data.shards.formats.by_suffix import shard_file
+from manyhands.data.shards.formats.parquet import Parquet
+from manyhands.data.shards.host_cache import HostCache, key_of
+from manyhands.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_AT_ONCE = 8  # files whose index is read at the same time: each is a few round trips to the storage
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The files in their order. Nothing is read before it is asked for; then every file's index is read, once.
+
+    An index (the blocks and the types of the columns) that took a reading of the file is kept in the user's cache folder.
+    """
+
+    files: tuple[ShardFile, ...]
+    counters: InputCounters
+    columns: tuple[str, ...] = ()
+    """Those that are read; (): all that the first file with rows has."""
+    index_cache: HostCache | None = None
+
+    @classmethod
+    def of(cls, urls: Sequence[str], columns: Sequence[str] = (), index_cache: HostCache | None = None) -> ShardTable:
+        """Of the files that `find` found."""
+        counters = InputCounters()
+        return cls(tuple(shard_file(url, counters) for url in urls), counters, tuple(columns), index_cache)
+
+    @cached_property
+    def _indexes(self) -> list[tuple[list[Block], dict[str, pa.DataType]]]:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(self._index, self.files))
+
+    def _index(self, shard: ShardFile) -> tuple[list[Block], dict[str, pa.DataType]]:
+        cache = self.index_cache
+        if cache is None or isinstance(shard, Parquet | Arrow):  # a look at the footer
+            return shard.blocks(), shard.types()
+        key = key_of("index", type(shard).__name__, shard.file.url, *shard.file.info)
+        blocks, types = cache.json(key, lambda: [shard.blocks(), _encoded(shard.types())])
+        return [Block(*block) for block in blocks], _decoded(types)
+
+    @cached_property
+    def types(self) -> dict[str, pa.DataType]:
+        """{column: Arrow type}. BadInput where a file with rows lacks a column, or has it with another type."""
+        indexes = [
+            (shard, types)
+            for shard, (blocks, types) in zip(self.files, self._indexes, strict=True)
+            if any(block.rows for block in blocks)
+        ]
+        if not indexes:
+            listed = units.listed([shard.file.url for shard in self.files], 3)
+            raise BadInput(f"the data files have no rows, and at least one is needed: check {listed}")
+        first, whole = indexes[0]
+        if missing := [name for name in self.columns if name not in whole]:
+            raise BadInput(f"{first.file.url} has no column {missing[0]!r}; it has {', '.join(whole)}")
+        wanted = {name: whole[name] for name in self.columns or whole}
+        for shard, types in indexes[1:]:
+            for name, kind in wanted.items():
+                if types.get(name) != kind:
+                    how = f"has it as {types[name]}" if name in types else f"has {', '.join(types)}"
+                    raise BadInput(
+                        f"column {name!r} is {kind} in {first.file.url}, and {shard.file.url} {how}: write all files with the same "
+                        "columns and types, or give columns= that they share"
+                    )
+        return wanted
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, Block]]:
+        """(file, block) of all, in order."""
+        return [(i, block) for i, (blocks, _) in enumerate(self._indexes) for block in blocks]
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(block, piece) of all, in order."""
+        counts = (-(-block.rows // block.piece_rows) for _, block in self.blocks)
+        return [(block, piece) for block, many in enumerate(counts) for piece in range(many)]
+
+    def rows_before(self) -> list[int]:
+        """The number in the table of each piece's first row."""
+        firsts = [0, *accumulate(block.rows for _, block in self.blocks)]
+        return [firsts[block] + piece * self.blocks[block][1].piece_rows for block, piece in self.pieces]
+
+    @property
+    def rows(self) -> int:
+        return sum(block.rows for _, block in self.blocks)
+
+    @property
+    def bytes(self) -> int:
+        """Of the files."""
+        return sum(shard.file.size for shard in self.files)
+
+    @property
+    def memory(self) -> int:
+        """About as many bytes as all rows have when they are decoded."""
+        return sum(block.memory for _, block in self.blocks)
+
+    def read(self, number: int, start: int = 0) -> Iterator[pa.RecordBatch]:
+        """The rows of block `number` from its row `start` on. BadInput where they are not as the index says."""
+        file, block = self.blocks[number]
+        shard, seen = self.files[file], start
+        for batch in shard.read(block, list(self.types), start):
+            seen += batch.num_rows
+            yield self._as_typed(batch, shard)
+        if seen != block.rows:
+            raise BadInput(
+                f"{shard.file.url} has {seen} rows where {block.rows} were counted: it changed while it was read. Start again, and do "
+                "not write to it during a run"
+            )
+
+    def cached(self, number: int, cache: HostCache) -> list[pa.RecordBatch]:
+        """All rows of a block, a record batch for each of its pieces, mapped from the host's cache."""
+        rows = self.blocks[number][1].piece_rows
+        batches, was_there = cache.block(self.key(number), lambda: in_pieces(self.read(number), rows))
+        self.counters.add(**{"hits" if was_there else "misses": 1})
+        return batches
+
+    def key(self, number: int) -> str:
+        """What the host's cache calls a block."""
+        file, block = self.blocks[number]
+        stored = self.files[file].file
+        return key_of("block", stored.url, *stored.info, list(self.types), block.at, block.first, block.rows)
+
+    def _as_typed(self, batch: pa.RecordBatch, shard: ShardFile) -> pa.RecordBatch:
+        import pyarrow as pa
+
+        if [field.type for field in batch.schema] == list(self.types.values()):
+            return batch
+        columns = []
+        for (name, kind), column in zip(self.types.items(), batch.columns, strict=True):
+            if column.type != kind and pa.types.is_large_list(kind) and column.type == kind.value_type:
+                column = pa.LargeListArray.from_arrays(
+                    range(len(column) + 1), column
+                )  # a TFRecord's lists of one value
+            elif column.type != kind:
+                raise BadInput(
+                    f"column {name!r} of {shard.file.url} is {column.type} in some rows, and {kind} in others: write every row with "
+                    "the same types and lengths"
+                )
+            columns.append(column)
+        return pa.RecordBatch.from_arrays(columns, names=list(self.types))
+
+
+def in_pieces(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of `rows`, the last one shorter."""
+    import pyarrow as pa
+
+    held: list[pa.RecordBatch] = []
+    have = 0
+    for batch in batches:
+        while have + batch.num_rows >= rows:
+            held.append(batch.slice(0, rows - have))
+            batch = batch.slice(rows - have)
+            yield held[0] if len(held) == 1 else pa.concat_batches(held)
+            held, have = [], 0
+        if batch.num_rows:
+            held.append(batch)
+            have += batch.num_rows
+    if held:
+        yield held[0] if len(held) == 1 else pa.concat_batches(held)
+
+
+def _encoded(types: dict[str, pa.DataType]) -> str:
+    import pyarrow as pa
+
+    return bytes(pa.schema(list(types.items())).serialize()).hex()
+
+
+def _decoded(text: str) -> dict[str, pa.DataType]:
+    import pyarrow as pa
+
+    return {field.name: field.type for field in pa.ipc.read_schema(pa.BufferReader(bytes.fromhex(text)))}
