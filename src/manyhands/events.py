@@ -18,7 +18,7 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Event:
     """One thing that happened.
 
-    type: start | step | epoch | validation | part | checkpoint | plan | warning | fault | change | membership |
+    type: start | step | epoch | input | validation | part | checkpoint | plan | warning | fault | change | membership |
         tensorboard | stop | end | failed
     time_s: seconds since the run began, on the driver's clock (a worker's own clock for what it sends)
     rank: the worker it happened to, or None for the driver
@@ -176,6 +176,7 @@ _VALUES: dict[str, dict[str, Test]] = {  # of those events that something is mad
     "fault": {"fault": lambda value: isinstance(value, str)},
     "membership": {"workers": _MAY_MISS["workers"], "repeated": _whole()},
     "partial": {"rows": _whole()},
+    "input": {"epoch": _whole(), **dict.fromkeys(("bytes", "reads", "retries", "hits", "misses"), _whole())},
     "change": {
         "kind": _MAY_MISS["kind"],
         "message": lambda value: isinstance(value, str),

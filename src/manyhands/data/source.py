@@ -110,6 +110,8 @@ class Source(ABC):
     """Of batches that a thread may read ahead; 0: two batches, whatever their size."""
     counters: InputCounters | None = None
     """What reading cost this process, where the source counts that."""
+    stored_bytes = 0
+    """Of its files, where it counts."""
 
     @abstractmethod
     def epoch_rows(self, reading: Reading) -> int | None:

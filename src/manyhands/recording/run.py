@@ -90,6 +90,11 @@ class Run:
     """By rank, the most bytes that its process had resident, Python and PyTorch among them; on a GPU, the most
     allocated there. Of one worker in the caller's process, all of that process. Empty where workers share a process
     (engine sim)."""
+    input: dict[str, float] = field(default_factory=dict)
+    """What reading `mh.shards` cost all workers of this launch: {"bytes" read, in how many "reads", "retries" of reads that
+    failed, blocks that the host's cache had ("hits") and those that it got ("misses"), "stored_bytes" of the files,
+    "amplification": bytes read for each byte that one worker reads for the same rows, "wait_s": seconds a worker waited,
+    the mean}. Empty for other data."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""
     last_loss: float | None = None
@@ -164,6 +169,7 @@ class Run:
                 strategy=info.get("strategy", ""),
                 **described(info.get("strategy", "")),
                 **of_task(info),
+                input=self.input,
                 period=max(1.0, self.steps / self.rounds) if self.rounds else 1.0,
                 server=bool(self.staleness),
                 threads_per_worker=info.get("threads", 1),

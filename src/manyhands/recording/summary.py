@@ -68,6 +68,7 @@ def lines(facts: dict[str, Any]) -> Lines:
         *_simulated(facts),
         *_cores(facts),
         *_batch(facts),
+        *_input(facts),
         *_cells(facts),
         *_sparsity(facts),
         *_stages(facts),
@@ -111,6 +112,20 @@ def _speed(facts: dict[str, Any]) -> Lines:
         units.count(total, "row"),
     )
     return [("speed", "   ".join(part for part in parts if part))]
+
+
+def _input(facts: dict[str, Any]) -> Lines:
+    """What was read of files that do not lie in memory, and how often."""
+    found = facts.get("input")
+    if not found:
+        return []
+    blocks = found["hits"] + found["misses"]
+    parts = [
+        f"read {units.size(found['bytes'])} of {units.size(found['stored_bytes'])}, {units.times(found['amplification'])} what one worker reads",
+        *([f"{100 * found['hits'] / blocks:.0f} % of {units.count(blocks, 'block')} from the cache"] if blocks else []),
+        *([f"{units.count(found['retries'], 'read')} made again"] if found["retries"] else []),
+    ]
+    return [("input", "   ".join(parts))]
 
 
 def _cells(facts: dict[str, Any]) -> Lines:

@@ -740,6 +740,9 @@ class Loop:
                 with self.validator.showing(self.state):
                     ends = self.worker_callback.on_epoch_end(self.ending, metrics)
                 self.reason = self.reason or ("callback" if ends else "")
+            if (counters := self.train_feed.source.counters) is not None:
+                tick = self.position.tick
+                self.worker.emit("input", tick=tick, step=tick, epoch=self.ending, **counters.to_json())
             self.worker.driver.collect(self.worker.group)
             self._obey(self._ask("epoch", rows=self.position.rows))
             self.phase = Phase.SAVE
@@ -938,6 +941,8 @@ class Loop:
         own = {"rows": self.position.rows, "unused": self.position.unused, "ledger": ledger.as_dict()}
         if worker.elastic and worker.rank:  # each has counted everybody's
             own |= {"rows": 0, "unused": 0 if self.lockstep and not self.has_rounds else own["unused"]}
+        if (counters := self.train_feed.source.counters) is not None:
+            own |= {"input": counters.to_json() | {"stored_bytes": self.train_feed.source.stored_bytes}}
         if not worker.shares_process:
             own |= {"memory": peak_bytes(worker.device), "cores": cores.report(torch.get_num_threads())}
         return Outcome(

@@ -449,6 +449,7 @@ class _Training:
             rows={"total": sum(rows), "workers": rows, "unused": sum(one["unused"] for one in workers)},
             timing=self.recorder.timing(),
             memory_of_workers=[one["memory"] for one in workers if "memory" in one],
+            input=self._input(outcome),
             last_loss=next(
                 (row["loss"] for row in reversed(self.recorder.history) if row.get("loss") is not None), None
             ),
@@ -459,6 +460,17 @@ class _Training:
             directory=self.config.directory,
             info=self._info(outcome) | ({"computed_s": seconds} if self.config.engine.capabilities.simulated else {}),
         )
+
+    def _input(self, outcome: Outcome) -> dict[str, float]:
+        """What reading cost all workers of this launch."""
+        workers = [one["input"] for one in outcome.workers if "input" in one]
+        if not workers:
+            return {}
+        found: dict[str, float] = {name: sum(one[name] for one in workers) for name in workers[0]}
+        stored = found["stored_bytes"] = workers[0]["stored_bytes"]
+        epochs = sum(one["rows"] for one in outcome.workers) / max(1, outcome.facts["rows"])
+        found["amplification"] = found["bytes"] / (stored * epochs) if stored * epochs else 0.0
+        return found | {"wait_s": self.recorder.timing()["input"]}
 
     def _info(self, first: Outcome) -> dict[str, Any]:
         config = self.config

@@ -139,7 +139,7 @@ class BlockRows(Planned):
         self, table: ShardTable, cache: HostCache | None, decoder: RowDecoder, lanes: int, shuffle: bool, threads: int
     ) -> None:
         self.table, self.rows, self.counters = table, table.rows, table.counters
-        self.ahead_bytes = AHEAD_BYTES
+        self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
         self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
         self._aside: tuple[BlockOrder, _Pieces] | None = None
 
@@ -270,7 +270,7 @@ class MappedRows(Indexed):
 
     def __init__(self, table: ShardTable, cache: HostCache, decoder: RowDecoder, threads: int) -> None:
         self.table, self.rows, self.counters = table, table.rows, table.counters
-        self.ahead_bytes = AHEAD_BYTES
+        self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
         self._cache, self._decoder = cache, decoder
         self._firsts = np.asarray(table.rows_before(), np.int64)
         self._columns: dict[int, dict[str, Stored]] = {}  # by piece

@@ -9,7 +9,7 @@ from manyhands.evidence.advise import exchange_advice
 from manyhands.evidence.advise.exchange_advice import share_won, speedup
 from manyhands.evidence.advise.run_facts import NEAR_LIMIT, SHORT_STEP_S, Advice, RunMeasurements, ms, times
 from manyhands.server.staleness import limit
-from manyhands.units import count, percent
+from manyhands.units import count, percent, size
 
 INPUT_SHARE = 0.20
 WAIT_SHARE = 0.15
@@ -88,6 +88,8 @@ def _input_bound(m: RunMeasurements) -> Advice | None:
 
 def _sooner(m: RunMeasurements) -> str:
     """How rows would come sooner, by what loads them now: rows in memory need no loader processes, and start none."""
+    if m.input:
+        return _sooner_from_files(m)
     if m.loader_option and m.loader_processes:
         return f"Load them with {m.loader_option} {2 * m.loader_processes} instead of {m.loader_processes}, or prepare them once as arrays"
     if m.loader_option:
@@ -97,6 +99,16 @@ def _sooner(m: RunMeasurements) -> str:
     if m.own_pace:
         return "They are columns already, leased slice by slice: raise --batch-size, so that fewer leases are asked for"
     return "They are columns already: leave out those that are not used, or do once what collate does"
+
+
+def _sooner_from_files(m: RunMeasurements) -> str:
+    """Of rows that are read of files while the run trains."""
+    blocks = m.input["hits"] + m.input["misses"]
+    if not blocks:
+        return f'Keep decoded blocks on each host, shards(…, cache="{size(4 * m.input["stored_bytes"]).replace(" ", "")}"), or read with more threads='
+    if m.input["hits"] < blocks / 2:
+        return "The cache had few of the blocks: later epochs are faster where it can hold them all (cache=)"
+    return "The cache has the blocks already: read with more threads=, leave out columns, or do once what decode does"
 
 
 def _too_short(m: RunMeasurements) -> Advice | None:

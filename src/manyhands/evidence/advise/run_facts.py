@@ -49,6 +49,9 @@ class RunMeasurements:
     machines: Sequence[Machine] = ()  # the most crowded first; empty: not known
     loader_processes: int = 0  # that load rows beside a worker
     loader_option: str = "--loader-processes"  # what sets their number; "" where more would do nothing
+    input: Mapping[str, float] = field(
+        default_factory=dict
+    )  # `Run.input`; empty: rows lay in memory, or were not counted
     clipped: bool = False  # gradients are clipped
     one_host: bool = False  # all workers are on this host: they share its cores, and memory is their link
     compute_of_workers_s: Sequence[float] = field(default_factory=list)  # by rank; empty: not known
