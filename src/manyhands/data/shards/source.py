@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 LANES = 16
+GROUP_ROWS, GROUP_BYTES = 4096, 8 << 20
+"""Rows that are gathered at once, and about how many bytes they may be."""
 AHEAD_BYTES = 32 << 20
 """Of batches that a worker reads ahead."""
 _FEW = 4  # pieces that are kept beside those in use
@@ -141,7 +143,7 @@ class BlockRows(Planned):
         self.table, self.rows, self.counters = table, table.rows, table.counters
         self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
         self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
-        self._aside: tuple[BlockOrder, _Pieces] | None = None
+        self._aside: _Pieces | None = None
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -184,19 +186,23 @@ class BlockRows(Planned):
     @override
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         order = self.order(reading)
-        with closing(_Pieces(self.table, order, self._cache, self._decoder, self._threads)) as open_pieces:
-            for pick in picks:
-                yield pick.load(open_pieces.batch)
+        with closing(_Pieces(self.table, order, self._cache, self._threads)) as open_pieces:
+            yield from self._slices(picks, open_pieces)
 
     @override
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         """What is not read ahead: its pieces stay open for the next one."""
         order = self.order(reading)
-        if self._aside is None or self._aside[0] != order:
+        if self._aside is None or self._aside.order != order:
             if self._aside is not None:
-                self._aside[1].close()
-            self._aside = order, _Pieces(self.table, order, self._cache, self._decoder, self._threads, ahead=False)
-        return pick.load(self._aside[1].batch)
+                self._aside.close()
+            self._aside = _Pieces(self.table, order, self._cache, self._threads, ahead=False)
+        return next(self._slices(iter([pick]), self._aside))
+
+    def _slices(self, picks: Iterator[Pick], open_pieces: _Pieces) -> Slices:
+        order = open_pieces.order
+        key = order.seed, order.epoch
+        return _in_groups(picks, self.table, open_pieces.gather, order.row_numbers, self._decoder, key, self._threads)
 
 
 @dataclass
@@ -206,7 +212,6 @@ class _Pieces:
     table: ShardTable
     order: BlockOrder
     cache: HostCache | None
-    decoder: RowDecoder
     threads: int
     ahead: bool = True
     _held: OrderedDict[tuple[int, int], Future[dict[str, Stored]]] = field(default_factory=OrderedDict)
@@ -214,16 +219,15 @@ class _Pieces:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, "manyhands-shards")
-        self._decoding = ThreadPoolExecutor(self.threads, "manyhands-decode")
 
     def close(self) -> None:
-        for pool in (self._pool, self._decoding):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._cursors.clear()
         self._held.clear()
 
-    def batch(self, positions: Sequence[Any]) -> Any:
-        runs = list(self.order.runs(np.asarray(positions)))
+    def gather(self, positions: Positions) -> dict[str, Any]:
+        """{column: values} of the rows at these positions, which rise."""
+        runs = list(self.order.runs(positions))
         for run in runs:
             self._request(run.block, run.piece)
         if self.ahead:
@@ -231,15 +235,11 @@ class _Pieces:
                 if (following := self.order.after(run)) is not None:
                     self._request(*following)
         parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
-        columns = {
-            name: joined([columns[name][run.start : run.stop] for columns, run in parts]) for name in self.table.types
-        }
         while len(self._held) > 2 * len(runs) + _FEW:
             self._held.popitem(last=False)
-        numbers = self.order.row_numbers(np.asarray(positions)) if self.decoder.draws else np.empty(0, np.int64)
-        return self.decoder.batch(
-            columns, lambda i: np.random.default_rng((self.order.seed, self.order.epoch, int(numbers[i])))
-        )
+        return {
+            name: joined([columns[name][run.start : run.stop] for columns, run in parts]) for name in self.table.types
+        }
 
     def _request(self, block: int, piece: int) -> None:
         key = block, piece
@@ -271,7 +271,7 @@ class MappedRows(Indexed):
     def __init__(self, table: ShardTable, cache: HostCache, decoder: RowDecoder, threads: int) -> None:
         self.table, self.rows, self.counters = table, table.rows, table.counters
         self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
-        self._cache, self._decoder = cache, decoder
+        self._cache, self._decoder, self._threads = cache, decoder, threads
         self._firsts = np.asarray(table.rows_before(), np.int64)
         self._columns: dict[int, dict[str, Stored]] = {}  # by piece
 
@@ -286,24 +286,19 @@ class MappedRows(Indexed):
 
     @override
     def take(self, indices: Sequence[Any]) -> Any:
-        return self._batch(np.asarray(indices, np.int64), (0, 0))
+        return next(self.load(iter([Pick(0, indices, len(indices))]), Reading())).batch
 
     @override
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
-        for pick in picks:
-            yield pick.load(lambda own: self._batch(np.asarray(own, np.int64), (reading.seed, reading.epoch)))
+        key = reading.seed, reading.epoch
+        return _in_groups(picks, self.table, self._gather, lambda own: own, self._decoder, key, self._threads)
 
-    def _batch(self, numbers: Positions, key: tuple[int, int]) -> Any:
+    def _gather(self, numbers: Positions) -> dict[str, Any]:
+        """{column: values} of the rows of these numbers, which rise."""
         piece = np.searchsorted(self._firsts, numbers, side="right") - 1
-        by_piece = np.argsort(piece, kind="stable")
-        groups = np.split(by_piece, np.flatnonzero(np.diff(piece[by_piece])) + 1)
+        groups = np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece)) + 1)
         parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]]) for own in groups]
-        back = np.argsort(by_piece)  # where each row of the batch stands among the parts
-        columns = {
-            name: _reordered(joined([_taken(columns[name], rows) for columns, rows in parts]), back)
-            for name in self.table.types
-        }
-        return self._decoder.batch(columns, lambda i: np.random.default_rng((*key, int(numbers[i]))))
+        return {name: joined([_taken(columns[name], rows) for columns, rows in parts]) for name in self.table.types}
 
     def _piece(self, number: int) -> dict[str, Stored]:
         if number not in self._columns:
@@ -316,6 +311,63 @@ def _taken(column: Stored, rows: Positions) -> Stored:
     import pyarrow as pa
 
     return column[rows] if isinstance(column, np.ndarray) else column.take(pa.array(rows))
+
+
+def _in_groups(
+    picks: Iterator[Pick],
+    table: ShardTable,
+    gather: Callable[[Positions], dict[str, Any]],
+    numbers: Callable[[Positions], Positions],
+    decoder: RowDecoder,
+    key: tuple[int, int],
+    threads: int,
+) -> Slices:
+    """The slices of picks, of which many are gathered at once: what a gather costs is shared by thousands of rows.
+
+    gather: of rising positions, their columns. numbers: of the rows at positions. key: (seed, epoch).
+    """
+    most = max(1, min(GROUP_ROWS, GROUP_BYTES * table.rows // max(1, table.memory)))
+    rows = 1
+    with ThreadPoolExecutor(threads, "manyhands-decode") as pool:
+        decoder = replace(decoder, executor=pool)
+        while group := _taken_up_to(picks, rows):
+            rows = min(2 * sum(len(pick.own) for pick in group) + 1, most)  # the first batches come at once
+            own = np.concatenate([np.asarray(pick.own, np.int64) for pick in group])
+            rising = np.argsort(own, kind="stable")
+            back = np.empty_like(rising)
+            back[rising] = np.arange(len(own))
+            columns = (
+                {name: _reordered(values, back) for name, values in gather(own[rising]).items()} if len(own) else {}
+            )
+            start = 0
+            for pick in group:
+                stop = start + len(pick.own)
+                yield pick.load(partial(_decoded, decoder, columns, start, stop, numbers, key))
+                start = stop
+
+
+def _taken_up_to(picks: Iterator[Pick], rows: int) -> list[Pick]:
+    """The next picks, of at least so many rows together unless they end."""
+    group: list[Pick] = []
+    while rows > 0 and (pick := next(picks, None)) is not None:
+        group.append(pick)
+        rows -= len(pick.own)
+    return group
+
+
+def _decoded(
+    decoder: RowDecoder,
+    columns: dict[str, Any],
+    start: int,
+    stop: int,
+    numbers: Callable[[Positions], Positions],
+    key: tuple[int, int],
+    own: Sequence[Any],
+) -> Any:
+    """The batch of rows [start, stop) of the columns, whose positions are `own`."""
+    found = numbers(np.asarray(own, np.int64)) if decoder.draws else np.empty(0, np.int64)
+    part = {name: values[start:stop] for name, values in columns.items()}
+    return decoder.batch(part, lambda i: np.random.default_rng((*key, int(found[i]))))
 
 
 def _reordered(values: Any, order: Positions) -> Any:
