@@ -25,6 +25,7 @@ from manyhands.data.source import (
     Picks,
     Planned,
     Reading,
+    ShardPositions,
     Slice,
     Slices,
     Source,
@@ -92,6 +93,7 @@ class Feed:
         """Global batches an epoch, the same on all workers; None: unsized."""
         self.leasable = isinstance(source, Planned)
         """Whether any worker can read any slice; else each reads its own, whatever is leased."""
+        self._begun: tuple[int, ShardPositions] | None = None
         self._kept = KeptBatches(source) if keeps and isinstance(source, Unsized) else None
         self.rereads = self.leasable or self._kept is not None
         """Whether `read` gives slices again that were another worker's."""
@@ -103,6 +105,10 @@ class Feed:
         """
         check_shard(rank, size, self.batch_size)
         self._reading = replace(self._reading, rank=rank, size=size)
+
+    def go_on(self, epoch: int, shards: ShardPositions) -> None:
+        """This epoch was begun before: so much of its shards is out."""
+        self._begun = epoch, shards
 
     def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
         """This worker's slices of an epoch from `first_tick` on.
@@ -205,6 +211,8 @@ class Feed:
 
     def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
+        if self._begun is not None and self._begun[0] == epoch:
+            reading = replace(reading, shards=self._begun[1])
         if reading.order is not None and self.source.epoch_rows(reading) != self.rows:
             raise BadInput(
                 f"order({epoch}) has length {self.source.epoch_rows(reading)}, and order(0) had length {self.rows}: "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,21 @@ from manyhands.errors import BadInput
 
 Order = Callable[[int], Any]  # epoch -> row indices
 COMPARED = 2  # batches of a pass: the second comes after the first backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPositions:
+    """How many rows are out of each shard of an epoch, where nobody knows how many it has; JSON by `vars`. -1: all of it."""
+
+    size: int = 0
+    """Workers among whom the shards were dealt; 0: they were not yet."""
+    begun: Mapping[str, int] = field(default_factory=dict)
+    """By shard, when they were dealt; 0 where it lacks."""
+    read: Mapping[str, int] = field(default_factory=dict)
+    """By shard, what has changed since."""
+
+    def now(self, shard: int) -> int:
+        return self.read.get(str(shard), self.begun.get(str(shard), 0))
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,10 @@ class Slice:
     """Which slice of that batch it is: the worker's rank, unless it was leased."""
     digest: str = ""
     """Of the whole batch, where every worker reads it for itself; of the first `COMPARED` batches of a reading only."""
+    dealt: ShardPositions | None = None
+    """How the shards of this epoch were dealt, where nobody has counted their rows."""
+    read: Mapping[str, int] = field(default_factory=dict)
+    """By shard, how many rows are out once this slice is trained on."""
 
 
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
@@ -56,6 +75,8 @@ class Reading:
     epoch: int = 0
     first_tick: int = 0
     """Ticks before it are not read (a stream reads and drops them)."""
+    shards: ShardPositions | None = None
+    """Of an epoch that goes on: what of its shards is out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Run:
     input: dict[str, float] = field(default_factory=dict)
     """What reading `mh.shards` cost all workers of this launch: {"bytes" read, in how many "reads", "retries" of reads that
     failed, blocks that the host's cache had ("hits") and those that it got ("misses"), "stored_bytes" of the files,
-    "amplification": bytes read for each byte that one worker reads for the same rows, "wait_s": seconds a worker waited,
+    "amplification": bytes read for each byte that one worker reads for the same rows, where rows are counted, "wait_s": seconds a worker waited,
     the mean}. Empty for other data."""
     ledger: dict[str, dict[str, int]]
     """What all workers sent: {operation: {"bytes", "messages"}}."""

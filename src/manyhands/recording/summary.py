@@ -121,7 +121,8 @@ def _input(facts: dict[str, Any]) -> Lines:
         return []
     blocks = found["hits"] + found["misses"]
     parts = [
-        f"read {units.size(found['bytes'])} of {units.size(found['stored_bytes'])}, {units.times(found['amplification'])} what one worker reads",
+        f"read {units.size(found['bytes'])} of {units.size(found['stored_bytes'])}",
+        *([f"{units.times(found['amplification'])} what one worker reads"] if found.get("amplification") else []),
         *([f"{100 * found['hits'] / blocks:.0f} % of {units.count(blocks, 'block')} from the cache"] if blocks else []),
         *([f"{units.count(found['retries'], 'read')} made again"] if found["retries"] else []),
     ]

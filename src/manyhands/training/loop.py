@@ -397,7 +397,7 @@ class Loop:
             self.ending = position.epoch
             if complete and not self.reason:
                 self.epoch_ticks = position.epoch_tick
-                position.epoch, position.epoch_tick = position.epoch + 1, 0
+                position.epoch, position.epoch_tick, position.shards = position.epoch + 1, 0, None
         if self.phase is Phase.STOP:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
             self.save()  # before that, so that a resumed run goes on as if never interrupted
@@ -550,6 +550,9 @@ class Loop:
         position.rows += rows
         position.unused += unused
         position.rounds = self.replica.rounds
+        if part.dealt is not None:
+            position.shards = position.shards or {**vars(part.dealt), "read": dict(part.dealt.read)}
+            position.shards["read"].update(part.read)
 
     # -- records -----------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ class TrainingPosition:
     rows: int = 0
     unused: int = 0
     rounds: int = 0
+    shards: dict[str, Any] | None = None  # of an epoch of shards that nobody has counted: ShardPositions
 
 
 def cut_keys(plan: WorkerPlan, worker: Worker) -> KeyBlocks | None:

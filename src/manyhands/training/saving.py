@@ -12,6 +12,7 @@ from manyhands.checkpoint import by_replica, checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.part_writer import PartWriter, WrittenPart
 from manyhands.data.feed import Feed
+from manyhands.data.source import ShardPositions
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.replica.replica import Replica
@@ -54,7 +55,7 @@ class Saver:
         self._writer.wait()  # one at a time: a second one would need memory of its own
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
-        where = {**vars(position), **facts}
+        where = {**vars(position), **facts, "shards": self._shards(position)}
         if self.worker.elastic and self.worker.rank:
             where |= {"rows": 0, "unused": 0}  # each has counted everybody's, and a checkpoint's ranks are summed up
         equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
@@ -73,6 +74,13 @@ class Saver:
         else:
             self._save_now(position.tick, tensors, values, start)
         self.saved = position.tick  # now: one that a lost worker ended is made again
+
+    def _shards(self, position: TrainingPosition) -> dict[str, Any] | None:
+        """What is out of all workers' shards."""
+        if self.feed.ticks is not None or self.worker.elastic:
+            return None
+        found = [own for own in self.worker.group.all_gather_json(position.shards) if own]
+        return {**found[0], "read": {k: v for own in found for k, v in own["read"].items()}} if found else None
 
     def _save_now(self, tick: int, tensors: run_state.Tensors, values: dict[str, Any], start: float) -> None:
         """All of it is on the disk when this returns."""
@@ -178,6 +186,9 @@ class Saver:
             )
         facts = ("total", "threads", "fingerprint", "options")
         position = TrainingPosition(**{name: value for name, value in values.items() if name not in facts})
+        if position.shards is not None:
+            self.feed.go_on(position.epoch, ShardPositions(**position.shards))
+            position.shards = None  # the first slice says how they are dealt now
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append

@@ -468,8 +468,9 @@ class _Training:
             return {}
         found: dict[str, float] = {name: sum(one[name] for one in workers) for name in workers[0]}
         stored = found["stored_bytes"] = workers[0]["stored_bytes"]
-        epochs = sum(one["rows"] for one in outcome.workers) / max(1, outcome.facts["rows"])
-        found["amplification"] = found["bytes"] / (stored * epochs) if stored * epochs else 0.0
+        if (rows := outcome.facts["rows"]) is not None:
+            epochs = sum(one["rows"] for one in outcome.workers) / rows
+            found["amplification"] = found["bytes"] / (stored * epochs) if stored * epochs else 0.0
         return found | {"wait_s": self.recorder.timing()["input"]}
 
     def _info(self, first: Outcome) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
 from manyhands.data.readers.streams import Stream
 from manyhands.data.sharding import slice_of
+from manyhands.data.source import ShardPositions
 from manyhands.errors import BadInput
 
 
@@ -97,7 +98,9 @@ def test_shards_are_read_by_their_own_workers():
     assert values(ranks[0]) == []
     assert values(ranks[1]) == [[0, 20, 21, 22], [23, 24, 25, 26], [27, 28, 29, 30], [31, 32]]
     assert {part.global_rows for part in ranks[1]} == {None}
-    assert values(read(data, 1, 2, batch_size=8, first_tick=3)) == [[31, 32]]
+    feed = Feed(open_source(data), rank=1, size=2, batch_size=8)
+    feed.go_on(0, ShardPositions(size=2, begun={}, read={**ranks[1][2].read, "1": -1}))
+    assert values(list(feed.epoch(0, first_tick=3))) == [[31, 32]]
 
 
 def test_too_few_shards_are_read_by_all():

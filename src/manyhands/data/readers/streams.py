@@ -15,6 +15,7 @@ from typing_extensions import override
 from manyhands.data.batch import Collate, digest_of, rows_of, slice_rows
 from manyhands.data.readers.datasets import end_processes, set_epoch
 from manyhands.data.sharding import slice_of
+from manyhands.data.shards.uncounted import DatasetReader, UncountedRows
 from manyhands.data.source import BY_OPTION, COMPARED, GlobalBatch, Loading, Reading, Slice, Slices, Unsized
 from manyhands.errors import BadInput
 from manyhands.rng import RngScope
@@ -27,9 +28,9 @@ class Stream(Unsized):
 
     Every worker reads the whole stream and keeps its slice of each global batch, so that N workers see what one sees. A
     stream that can be cut into shards (`shard(num_shards=, index=)`, as Hugging Face's) and has at least one for each
-    worker is cut instead: each worker reads its own, in slices of its share of the batch size.
+    worker is cut instead: each worker reads its own (`UncountedRows`), in slices of its share of the batch size.
 
-    The stream draws from generators of its own, seeded by (seed, epoch), the same on all workers (by rank too where
+    The stream draws from generators of its own, seeded by (seed, epoch), the same on all workers (by shard too where
     they read shards), so that a stream which shuffles gives every worker the same order, and a resumed epoch the same
     rows. Rows load in the caller's thread; with `processes` one process reads ahead (several would each read
     everything).
@@ -48,14 +49,10 @@ class Stream(Unsized):
         """The slices, read here."""
         stream = self._open()
         set_epoch(stream, reading.epoch)
-        shard = getattr(stream, "shard", None)
-        if reading.size > 1 and callable(shard) and getattr(stream, "num_shards", 0) >= reading.size:
-            mine = shard(num_shards=reading.size, index=reading.rank)
-            own = RngScope((reading.seed, reading.epoch, reading.rank))
-            start, stop = slice_of(reading.batch_size, reading.rank, reading.size)
-            for index, rows in enumerate(_chunks(mine, stop - start, own, may_be_empty=True)):
-                if index >= reading.first_tick:
-                    yield Slice(self._batch(rows, own), len(rows), None, index, reading.rank)
+        shards = getattr(stream, "num_shards", 0) if callable(getattr(stream, "shard", None)) else 0
+        begins = reading.size > 1 and shards >= reading.size and reading.first_tick == 0
+        if begins or reading.shards is not None:
+            yield from UncountedRows(DatasetReader(stream, self._collate)).slices(reading)
             return
         own = RngScope((reading.seed, reading.epoch))
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
@@ -146,7 +143,7 @@ def _digest(batch: Any, reading: Reading, index: int) -> str:
     return digest_of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
 
 
-def _chunks(stream: Iterable[Any], size: int, own: RngScope, may_be_empty: bool = False) -> Iterator[list[Any]]:
+def _chunks(stream: Iterable[Any], size: int, own: RngScope) -> Iterator[list[Any]]:
     """Rows in lists of `size`, the last one shorter; the stream's code runs under its own generators."""
     with own:
         rows = iter(stream)
@@ -154,8 +151,7 @@ def _chunks(stream: Iterable[Any], size: int, own: RngScope, may_be_empty: bool 
         with own:
             chunk = list(islice(rows, size))
         if not chunk:
-            if not may_be_empty:
-                _refuse_empty(index)
+            _refuse_empty(index)
             return
         yield chunk
 

@@ -22,7 +22,8 @@ from manyhands.data.shards.decode import RowDecoder, Stored, joined, stored_colu
 from manyhands.data.shards.find import find
 from manyhands.data.shards.formats.tar import Tar
 from manyhands.data.shards.host_cache import HostCache, default_folder
-from manyhands.data.shards.table import ShardTable, in_pieces
+from manyhands.data.shards.table import ShardTable, counts_soon, in_pieces
+from manyhands.data.shards.uncounted import AHEAD_BYTES, FileReader, UncountedRows
 from manyhands.data.source import Indexed, Pick, Picks, Planned, Reading, Slice, Slices, Source, nonempty
 from manyhands.errors import BadInput, is_whole
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 LANES = 16
 GROUP_ROWS, GROUP_BYTES = 4096, 8 << 20
 """Rows that are gathered at once, and about how many bytes they may be."""
-AHEAD_BYTES = 32 << 20
-"""Of batches that a worker reads ahead."""
 _FEW = 4  # pieces that are kept beside those in use
 _OPEN = 256  # blocks that stay open, for their next pieces
 
@@ -49,6 +48,7 @@ class Shards:
     cache: int | None = None
     cache_folder: str | None = None
     threads: int = 2
+    counted: bool | None = None
 
     @cached_property
     def lanes(self) -> int:
@@ -69,9 +69,16 @@ class Shards:
         cache = None
         if self.cache is not None or self.shuffle is True:
             cache = HostCache(folder, self.cache)
-        table = ShardTable.of(find(self.paths), self.columns, cache or _index_cache(folder))
-        nonempty(table.rows, units.listed(list(self.paths), 3))
+        files = find(self.paths)
+        counted = self.counted
+        if counted is None:
+            counted = self.shuffle is True or counts_soon(files)
+        table = ShardTable.of(files, self.columns, cache or _index_cache(folder), counted)
         decoder = RowDecoder(of_members=isinstance(table.files[0], Tar), decode=self.decode, collate=collate)
+        if not counted:
+            reader = FileReader(table, cache, decoder, self.shuffle is not False)
+            return UncountedRows(reader, self.lanes, self.shuffle is not False, table)
+        nonempty(table.rows, units.listed(list(self.paths), 3))
         if self.shuffle is True:
             assert cache is not None
             cache.check_room(
@@ -91,6 +98,7 @@ def shards(
     cache: int | str | None = None,
     cache_folder: str | Path | None = None,
     threads: int = 2,
+    counted: bool | None = None,
 ) -> Shards:
     """Rows of files that are read while the run trains, so that they need not fit into memory.
 
@@ -104,8 +112,12 @@ def shards(
     cache: keep decoded blocks in a folder of each host, up to so many bytes (`"50GB"`); all workers of the host share it.
     cache_folder: where; default: the variable MANYHANDS_CACHE, or ~/.cache/manyhands.
     threads: that read and decode, for each worker.
+    counted: whether the rows are counted before the first one is read, which costs a reading of files other than Parquet and Arrow.
+        Default: files of this machine's disks are, those behind a URL are not.
 
-    Each worker reads the rows of its slices, and N workers train the same global batches as one. Raises BadInput for other values; what
+    Each worker reads the rows of its slices, and N workers train the same global batches as one. Of files that are not counted a worker
+    reads whole ones, dealt anew where a run goes on with another number of workers: each row once, in batches that depend on that number.
+    Raises BadInput for other values; what
     is wrong with the files shows when they are opened.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -121,8 +133,14 @@ def shards(
         cache=units.read_bytes(cache, "cache") if isinstance(cache, str) else cache,
         cache_folder=None if cache_folder is None else str(cache_folder),
         threads=threads,
+        counted=counted,
     )
     made.lanes  # noqa: B018 - checks `shuffle`
+    if shuffle is True and counted is False:
+        raise BadInput(
+            f'shuffle=True draws from all rows by their numbers, and counted=False leaves them without: give shuffle="blocks:{LANES}", or '
+            "leave counted out"
+        )
     return made
 
 

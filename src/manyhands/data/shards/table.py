@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from manyhands import units
@@ -36,12 +36,20 @@ class ShardTable:
     columns: tuple[str, ...] = ()
     """Those that are read; (): all that the first file with rows has."""
     index_cache: HostCache | None = None
+    counted: bool = True
+    """Whether the files' blocks are asked for; else only `types`, which are the first file's, and `read_whole`."""
 
     @classmethod
-    def of(cls, urls: Sequence[str], columns: Sequence[str] = (), index_cache: HostCache | None = None) -> ShardTable:
+    def of(
+        cls,
+        urls: Sequence[str],
+        columns: Sequence[str] = (),
+        index_cache: HostCache | None = None,
+        counted: bool = True,
+    ) -> ShardTable:
         """Of the files that `find` found."""
         counters = InputCounters()
-        return cls(tuple(shard_file(url, counters) for url in urls), counters, tuple(columns), index_cache)
+        return cls(tuple(shard_file(url, counters) for url in urls), counters, tuple(columns), index_cache, counted)
 
     @cached_property
     def _indexes(self) -> list[tuple[list[Block], dict[str, pa.DataType]]]:
@@ -59,11 +67,7 @@ class ShardTable:
     @cached_property
     def types(self) -> dict[str, pa.DataType]:
         """{column: Arrow type}. BadInput where a file with rows lacks a column, or has it with another type."""
-        indexes = [
-            (shard, types)
-            for shard, (blocks, types) in zip(self.files, self._indexes, strict=True)
-            if any(block.rows for block in blocks)
-        ]
+        indexes = self._types_of_files()
         if not indexes:
             listed = units.listed([shard.file.url for shard in self.files], 3)
             raise BadInput(f"the data files have no rows, and at least one is needed: check {listed}")
@@ -80,6 +84,14 @@ class ShardTable:
                         "columns and types, or give columns= that they share"
                     )
         return wanted
+
+    def _types_of_files(self) -> list[tuple[ShardFile, dict[str, pa.DataType]]]:
+        """Of those with rows; of files that are not counted, the first of them."""
+        if not self.counted:
+            found = ((shard, shard.types()) for shard in self.files)
+            return list(islice(((shard, types) for shard, types in found if types), 1))
+        each = zip(self.files, self._indexes, strict=True)
+        return [(shard, types) for shard, (blocks, types) in each if any(block.rows for block in blocks)]
 
     @cached_property
     def blocks(self) -> list[tuple[int, Block]]:
@@ -124,6 +136,19 @@ class ShardTable:
                 "not write to it during a run"
             )
 
+    def read_whole(self, file: int, cache: HostCache | None = None) -> Iterator[pa.RecordBatch]:
+        """All rows of a file that nobody has counted."""
+        shard = self.files[file]
+        if cache is not None:
+            key = key_of("file", shard.file.url, *shard.file.info, list(self.types))
+            batches, was_there = cache.block(key, lambda: self.read_whole(file))
+            self.counters.add(**{"hits" if was_there else "misses": 1})
+            yield from batches
+            return
+        for block in shard.blocks() if isinstance(shard, Parquet | Arrow) else [shard.whole()]:
+            for batch in shard.read(block, list(self.types)):
+                yield self._as_typed(batch, shard)
+
     def cached(self, number: int, cache: HostCache) -> list[pa.RecordBatch]:
         """All rows of a block, a record batch for each of its pieces, mapped from the host's cache."""
         rows = self.blocks[number][1].piece_rows
@@ -155,6 +180,12 @@ class ShardTable:
                 )
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, names=list(self.types))
+
+
+def counts_soon(urls: Sequence[str]) -> bool:
+    """Whether these files say how many rows they have, or are at hand to be counted."""
+    shard = shard_file(urls[0])
+    return isinstance(shard, Parquet | Arrow) or shard.file.local is not None
 
 
 def in_pieces(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:

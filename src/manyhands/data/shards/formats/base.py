@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -57,3 +58,7 @@ class ShardFile(ABC):
 
         Raises BadInput, naming file and row or column, for what is damaged, and for rows that lack a column.
         """
+
+    def whole(self) -> Block:
+        """All of a file whose rows nobody has counted, as one block. Not of formats that say how many they are."""
+        return Block(0, sys.maxsize, 0, self.file.size, self.file.size)

@@ -60,6 +60,10 @@ class _Lines(ShardFile):
         rows += last != b"\n"  # the last line has no end
         return [*blocks, Block(first, rows, begin, at - begin, at - begin)] if rows else blocks
 
+    @override
+    def whole(self) -> Block:
+        return super().whole()._replace(at=self.begin, bytes=self.file.size - self.begin)
+
     def _count(self, piece: bytes) -> int:
         """The lines that end in piece[1:], of which piece[0] is the byte before."""
         data = np.frombuffer(piece, np.uint8)

@@ -1,0 +1,201 @@
+"""data/shards/uncounted.py: each row once, whoever reads it, and however often the run goes on with other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import manyhands as mh
+from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
+from manyhands.data.source import ShardPositions, Slice
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput
+
+SIZES = [100, 0, 1, 333, 57, 200, 31]
+ROWS = list(range(sum(SIZES)))
+
+
+class Numbers(IterableDataset[int]):
+    """Shards of rising numbers, as a Hugging Face dataset has files."""
+
+    def __init__(self, shards: list[range], noise: float = 0.0) -> None:
+        self.shards, self.num_shards, self.noise = shards, len(shards), noise
+
+    def shard(self, *, num_shards: int, index: int) -> Numbers:
+        return Numbers(self.shards[index::num_shards], self.noise)
+
+    def __iter__(self) -> Iterator[Any]:
+        for shard in self.shards:
+            for row in shard:
+                yield row + (float(torch.rand(())) * self.noise if self.noise else 0)
+
+
+def ranges() -> list[range]:
+    firsts = [sum(SIZES[:i]) for i in range(len(SIZES))]
+    return [range(first, first + size) for first, size in zip(firsts, SIZES, strict=True)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    for i, numbers in enumerate(ranges()):
+        (tmp_path / "rows" / f"{i}.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return str(tmp_path / "rows")
+
+
+@dataclass
+class Epoch:
+    """An epoch that is begun by some workers and goes on with others."""
+
+    data: Any
+    batch_size: int = 30
+    rows: list[int] = field(default_factory=list)
+    positions: ShardPositions | None = None
+    tick: int = 0
+
+    def go_on(self, size: int, ticks: int | None = None) -> list[list[int]]:
+        """So many workers make so many ticks, or all that are left; by tick, the rows of all."""
+        by_tick: dict[int, list[int]] = {}
+        read: dict[str, int] = {}
+        dealt: ShardPositions | None = None
+        for rank in range(size):
+            for part in self._slices(rank, size):
+                if ticks is not None and part.index >= self.tick + ticks:
+                    break
+                by_tick.setdefault(part.index, []).extend(numbers(part))
+                read, dealt = {**read, **part.read}, part.dealt
+        if dealt is not None:
+            self.positions = ShardPositions(size=dealt.size, begun=dealt.begun, read={**dealt.read, **read})
+        made = [by_tick[index] for index in sorted(by_tick)]
+        self.tick += len(made)
+        self.rows += [row for rows in made for row in rows]
+        return made
+
+    def _slices(self, rank: int, size: int) -> Iterator[Slice]:
+        feed = Feed(open_source(self.data), rank=rank, size=size, batch_size=self.batch_size, seed=1)
+        if self.positions is not None:
+            feed.go_on(0, self.positions)
+        return feed.epoch(0, self.tick)
+
+
+def numbers(part: Slice) -> list[int]:
+    if part.batch is None:
+        return []
+    found = part.batch["text"] if isinstance(part.batch, dict) else part.batch
+    return [int(value) for value in found]
+
+
+PLANS: list[list[tuple[int, int | None]]] = [
+    *([(size, None)] for size in range(1, 6)),
+    [(3, 4), (2, 3), (5, 2), (9, 1), (1, None)],
+    [(9, 3), (2, 4), (2, 1), (2, None)],
+    [(2, 1), (4, 1), (3, 1), (5, 1), (2, 30), (3, None)],
+]
+
+
+@pytest.mark.parametrize("shuffle", [None, "blocks:1", "blocks:4", False])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_each_row_of_files_is_handed_out_once(
+    texts: str, plan: list[tuple[int, int | None]], shuffle: str | bool | None
+) -> None:
+    epoch = Epoch(mh.shards(texts, counted=False, shuffle=shuffle))
+    for size, ticks in plan:
+        epoch.go_on(size, ticks)
+    assert sorted(epoch.rows) == ROWS
+    if shuffle is False and plan == [(1, None)]:
+        assert epoch.rows == ROWS
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan[0][0] in (2, 3)], ids=str)
+def test_each_row_of_a_datasets_shards_is_handed_out_once(plan: list[tuple[int, int | None]]) -> None:
+    epoch = Epoch(Numbers(ranges()))
+    for size, ticks in plan:
+        epoch.go_on(size, ticks)
+    assert sorted(epoch.rows) == ROWS
+
+
+@pytest.mark.parametrize("data", ["files", "dataset"])
+@pytest.mark.parametrize("stops", [[1], [5], [3, 2], [12]])
+def test_as_many_workers_go_on_as_if_never_stopped(texts: str, data: str, stops: list[int]) -> None:
+    def begun() -> Epoch:
+        return Epoch(mh.shards(texts, counted=False) if data == "files" else Numbers(ranges(), noise=0.4))
+
+    whole, again = begun(), begun()
+    expected = whole.go_on(2)
+    made = [rows for ticks in [*stops, None] for rows in again.go_on(2, ticks)]
+    assert made == expected
+
+
+def test_fewer_files_than_workers_are_read_by_all_in_the_batches_of_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(50)))
+    data = mh.shards(tmp_path, counted=False, shuffle=False)
+    alone, three = Epoch(data), Epoch(data)
+    assert alone.go_on(1) == three.go_on(3)
+    assert sorted(three.rows) == list(range(50))
+
+
+def test_rows_that_are_read_ahead_are_not_out(tmp_path: Path) -> None:
+    """The position is that of the slice in hand, whatever a thread has read meanwhile."""
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(50)))
+    slices = Feed(open_source(mh.shards(tmp_path, counted=False)), batch_size=10).epoch(0)
+    assert [next(slices).read for _ in range(2)] == [{"0": 10}, {"0": 20}]
+    slices.close()
+
+
+def test_files_without_any_row_and_all_rows_by_number_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(BadInput, match="no rows"):
+        open_source(mh.shards(tmp_path, counted=False))
+    with pytest.raises(BadInput, match="counted=False"):
+        mh.shards(tmp_path, counted=False, shuffle=True)
+
+
+def _rows_of(batch: Any) -> torch.Tensor:
+    return torch.tensor([int(text) for text in batch["text"]]) if isinstance(batch, dict) else batch.long()
+
+
+def _seen(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """A step moves the weights of the rows of its batch, and no other."""
+    return next(model.parameters())[0, _rows_of(batch)].mean()
+
+
+def _train(data: Any, directory: Path, engine: Local, workers: int, **options: Any) -> mh.Run:
+    def zeros() -> torch.nn.Module:
+        model = torch.nn.Linear(len(ROWS), 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        return model
+
+    return mh.train(
+        model=zeros,
+        loss=_seen,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+        train_data=data,
+        batch_size=30,
+        run_dir=directory,
+        workers=workers,
+        engine=engine,
+        strategy="allreduce",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("data", ["files", "dataset"])
+def test_a_run_goes_on_with_other_workers_and_trains_each_row_once(
+    texts: str, data: str, local: Local, tmp_path: Path
+) -> None:
+    given = mh.shards(texts, counted=False) if data == "files" else Numbers(ranges())
+    directory = tmp_path / "run"
+    first = _train(given, directory, local, 2, max_steps=6, checkpoint_every=3)
+    moved = next(first.model.parameters()) != 0
+    assert moved.sum() == first.rows["total"]
+    run = _train(given, directory, local, 3, resume=True)
+    assert run.rows["total"] == len(ROWS)
+    assert bool((next(run.model.parameters()) < 0).all())
