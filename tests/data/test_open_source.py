@@ -1,6 +1,8 @@
 """data/open_source.py: everything a user may give becomes a source, and everything else an error."""
 
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,3 +174,37 @@ def test_data_that_a_function_gives_is_read_once_for_all_workers_of_a_process():
 def test_what_can_be_read_through_only_once_is_made_for_each_worker():
     once = Once(lambda: iter([1.0, 2.0]))
     assert list(once()) == list(once()) == [1.0, 2.0]
+
+
+class Mosaic(IterableDataset):
+    __module__ = "streaming.base.dataset"
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Split(Mosaic):
+    __module__ = "datasets.iterable_dataset"
+    _distributed = (0, 2)
+
+
+def split_by_node(rows):
+    return rows
+
+
+class Pipeline(Mosaic):
+    __module__ = "webdataset.pipeline"
+    pipeline = (iter, split_by_node)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [(Mosaic(), "StreamingDataset"), (Split(), "split_dataset_by_node"), (Pipeline(), "split_by_node")],
+)
+def test_a_dataset_that_picks_rows_by_rank_is_refused(monkeypatch, data, name):
+    monkeypatch.setitem(
+        sys.modules, "streaming", SimpleNamespace(StreamingDataset=Mosaic if type(data) is Mosaic else int)
+    )
+    for given in (data, DataLoader(data), lambda: data):
+        with pytest.raises(BadInput, match=f"{name} shares rows out by itself"):
+            open_source(given)

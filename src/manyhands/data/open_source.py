@@ -47,6 +47,7 @@ def open_source(data: Any, *, collate: Collate | None = None, loader_processes: 
     """
     if isinstance(data, DistributedFrame):
         return data.open(collate)
+    _refuse_self_sharded(data.dataset if isinstance(data, DataLoader) else data)
     if source := _open_library(data, collate, loader_processes):  # first: a Hugging Face DatasetDict is a dict, too
         return source
     if isinstance(data, Shards):
@@ -111,6 +112,32 @@ def _open_library(data: Any, collate: Collate | None, processes: int) -> Source 
     if _is_a(data, "pyarrow", "Table"):
         return Columns(arrow_columns(data, "the Arrow table"), collate, "the Arrow table")
     return None
+
+
+def _refuse_self_sharded(data: Any) -> None:
+    """BadInput for a dataset that picks rows by variables such as RANK: each worker's rows would be shared out once more."""
+    by = ""
+    if _is_a(data, "streaming", "StreamingDataset"):
+        by, instead = "Mosaic's StreamingDataset", "give mh.shards() its folder"
+    elif getattr(data, "_distributed", None) is not None and type(data).__module__.startswith("datasets."):
+        by, instead = "split_dataset_by_node", "give the dataset that it was called with"
+    elif type(data).__module__.startswith("webdataset"):
+        parts = [getattr(one, "__name__", "") for one in getattr(data, "pipeline", ())]
+        args = [getattr(one, "f", None) for one in getattr(data, "pipeline", ())]
+        names = {
+            *parts,
+            *(getattr(one, "__name__", "") for one in args),
+            *(type(one).__name__ for one in getattr(data, "pipeline", ())),
+        }
+        if found := sorted(names & {"split_by_node", "ResampledShards"}):
+            by, instead = (
+                f"webdataset's {found[0]}",
+                "give mh.shards() the paths of the tars, or leave the splitting out",
+            )
+    if by:
+        raise BadInput(
+            f"{by} shares rows out by itself, by the process's rank, and every worker's rows would be shared out once more: {instead}"
+        )
 
 
 def _is_a(data: Any, module: str, name: str) -> bool:

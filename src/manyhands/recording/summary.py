@@ -116,15 +116,17 @@ def _speed(facts: dict[str, Any]) -> Lines:
 
 def _input(facts: dict[str, Any]) -> Lines:
     """What was read of files that do not lie in memory, and how often."""
-    found = facts.get("input")
+    found, info = facts.get("input"), facts["info"]
+    whole = [f"every worker reads the whole stream ({info['workers']}×)"] if info.get("reads_whole_stream") else []
     if not found:
-        return []
+        return [("input", whole[0])] if whole else []
     blocks = found["hits"] + found["misses"]
     parts = [
         f"read {units.size(found['bytes'])} of {units.size(found['stored_bytes'])}",
         *([f"{units.times(found['amplification'])} what one worker reads"] if found.get("amplification") else []),
         *([f"{100 * found['hits'] / blocks:.0f} % of {units.count(blocks, 'block')} from the cache"] if blocks else []),
         *([f"{units.count(found['retries'], 'read')} made again"] if found["retries"] else []),
+        *whole,
     ]
     return [("input", "   ".join(parts))]
 

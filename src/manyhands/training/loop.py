@@ -151,6 +151,7 @@ class Loop:
         self._replicas = worker.mesh.rows[1]  # with which the run begins, whoever of them is there when it does
         self._ledger_before, self._waited_s_before = Ledger(), 0.0  # of parts of groups that it has left
         self.position = TrainingPosition()
+        self.reads_whole = False  # whether every worker reads all of a stream
         self.phase = Phase.STEP
         self.lockstep = plan.strategy.leasing() is None  # all make the same ticks
         self.closing: Segment | None = None  # at their own pace: that of the epoch whose end is under way
@@ -550,6 +551,9 @@ class Loop:
         position.rows += rows
         position.unused += unused
         position.rounds = self.replica.rounds
+        self.reads_whole |= (
+            self.ticks_per_epoch is None and part.global_rows is not None and self.worker.mesh.rows[1] > 1
+        )
         if part.dealt is not None:
             position.shards = position.shards or {**vars(part.dealt), "read": dict(part.dealt.read)}
             position.shards["read"].update(part.read)
@@ -959,7 +963,7 @@ class Loop:
             rounds=replica.rounds,
             reason=self.reason,
             seconds=worker.clock() - self.began,
-            facts=self.facts | self._kept(),
+            facts=self.facts | self._kept() | ({"reads_whole_stream": True} if self.reads_whole else {}),
             callback_result=answer.callback_result,
         )
 
