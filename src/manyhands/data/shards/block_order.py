@@ -1,11 +1,11 @@
 """The order in which the rows of blocks are handed out: pure, and the same for any number of workers.
 
-The blocks of an epoch come in a random order. Their rows, one block after the other, make one long sequence, which is
-cut into `lanes` equal parts. Each global batch takes rows from every lane in turn, so that its rows come from as many
-blocks; within a batch a lane's rows are neighbours. Within a block, rows are shuffled in pieces of a few megabytes.
+The blocks of an epoch come in a random order, and K of them are open at a time, each in a slot. Each global batch takes
+rows from all open blocks in turn; within a batch a block's rows are neighbours, in the order of the slots. A block that
+is out leaves its slot to the next one. Within a block, rows are shuffled in pieces of a few megabytes.
 
-So each lane is read from front to back, one block at a time, and N workers that share out the rows of a batch share out
-the lanes: a worker reads K/N lanes, and a block is read by one worker unless it lies in a lane that two share.
+So each block is read from front to back, and N workers that share out the rows of a batch share out the slots: a block
+is read by one worker, unless it lies in a slot that two share.
 """
 
 from __future__ import annotations
@@ -38,38 +38,50 @@ class BlockOrder:
     piece_rows: Sequence[int]
     """Of each block's pieces but the last."""
     lanes: int = 1
+    """Blocks that are open at a time."""
     seed: int = 0
     epoch: int = 0
     shuffled: bool = True
     """False: blocks and rows stay as they are."""
-    _blocks: NDArray[np.int64] = field(init=False, repr=False)  # the order of the blocks
-    _ends: NDArray[np.int64] = field(init=False, repr=False)  # the position behind each of them
-    _starts: NDArray[np.int64] = field(init=False, repr=False)  # of the lanes
+    _blocks: NDArray[np.int64] = field(init=False, repr=False, compare=False)  # the order of the blocks
+    _ends: NDArray[np.int64] = field(init=False, repr=False, compare=False)  # the position behind each of them
+    _stretches: list[_Stretch] = field(init=False, repr=False, compare=False)
+    _firsts: NDArray[np.int64] = field(init=False, repr=False, compare=False)  # of the stretches, the row of the epoch
+    _next: dict[int, int] = field(init=False, repr=False, compare=False)  # by block, the one that gets its slot
 
     def __post_init__(self) -> None:
-        held = np.flatnonzero(np.asarray(self.rows, np.int64))
+        lengths = np.asarray(self.rows, np.int64)
+        blocks = np.flatnonzero(lengths)
         if self.shuffled:
-            held = np.random.default_rng((self.seed, self.epoch)).permutation(held)
-        lanes = max(1, min(self.lanes, len(held)))
-        total = int(np.sum(self.rows, dtype=np.int64))
-        lengths = [(total - lane + lanes - 1) // lanes for lane in range(lanes)]
-        object.__setattr__(self, "_blocks", held)
-        object.__setattr__(self, "_ends", np.cumsum(np.asarray(self.rows, np.int64)[held]))
-        object.__setattr__(self, "_starts", np.cumsum([0, *lengths[:-1]], dtype=np.int64))
+            blocks = np.random.default_rng((self.seed, self.epoch)).permutation(blocks)
+        ends = np.cumsum(lengths[blocks])
+        stretches, following = _stretches(lengths[blocks], ends, self.lanes)
+        object.__setattr__(self, "_blocks", blocks)
+        object.__setattr__(self, "_ends", ends)
+        object.__setattr__(self, "_stretches", stretches)
+        object.__setattr__(self, "_firsts", np.array([one.first for one in stretches], np.int64))
+        object.__setattr__(
+            self, "_next", {int(blocks[place]): int(blocks[after]) for place, after in following.items()}
+        )
 
     @property
     def total(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def batch(self, start: int, stop: int) -> Positions:
-        """Rows [start, stop) of the epoch as positions, lane by lane."""
-        turns = np.arange(start, min(stop, self.total), dtype=np.int64)
-        lanes = len(self._starts)
-        if lanes == 1:
-            return turns
-        lane = turns % lanes
-        by_lane = np.argsort(lane, kind="stable")
-        return self._starts[lane[by_lane]] + turns[by_lane] // lanes
+        """Rows [start, stop) of the epoch as positions, slot by slot."""
+        stop, positions, slots = min(stop, self.total), [], []
+        while start < stop:
+            i = int(np.searchsorted(self._firsts, start, side="right")) - 1
+            one = self._stretches[i]
+            turns = np.arange(start - one.first, min(stop, one.end) - one.first, dtype=np.int64)
+            rows, place = np.divmod(turns, len(one.slots))
+            positions.append(one.positions[place] + rows)
+            slots.append(one.slots[place])
+            start = min(stop, one.end)
+        if not positions:
+            return np.empty(0, np.int64)
+        return np.concatenate(positions)[np.argsort(np.concatenate(slots), kind="stable")]
 
     def runs(self, positions: Positions) -> Iterator[Run]:
         """Where these positions lie, neighbours together, in their order."""
@@ -87,11 +99,10 @@ class BlockOrder:
                 at = stop
 
     def after(self, run: Run) -> tuple[int, int] | None:
-        """(block, piece) that follows a run's in the sequence; None after the last."""
+        """(block, piece) that follows a run's in its slot; None after the last."""
         if (run.piece + 1) * self.piece_rows[run.block] < self.rows[run.block]:
             return run.block, run.piece + 1
-        place = int(np.flatnonzero(self._blocks == run.block)[0]) + 1
-        return (int(self._blocks[place]), 0) if place < len(self._blocks) else None
+        return (self._next[run.block], 0) if run.block in self._next else None
 
     def within(self, block: int, piece: int) -> NDArray[np.int64] | None:
         """The order of a piece's rows; None: as they are."""
@@ -109,3 +120,41 @@ class BlockOrder:
             own = np.arange(start, stop) if order is None else order[start:stop]
             found.append(firsts[block] + piece * self.piece_rows[block] + own)
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+class _Stretch(NamedTuple):
+    """Rows [first, end) of the epoch, in which the same blocks are open: they give a row each in turn."""
+
+    first: int
+    end: int
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Of the first row that each open block gives."""
+
+
+def _stretches(
+    lengths: NDArray[np.int64], ends: NDArray[np.int64], lanes: int
+) -> tuple[list[_Stretch], dict[int, int]]:
+    """(the stretches of an epoch, by place in the order the place of the block that gets a block's slot).
+
+    lengths: of the blocks in their order, none 0. ends: the position behind each.
+    """
+    places = np.arange(min(max(1, lanes), len(lengths)))  # by slot, the block that is open
+    slots, given = np.arange(len(places)), np.zeros(len(places), np.int64)
+    waiting, first = len(places), 0
+    found: list[_Stretch] = []
+    following: dict[int, int] = {}
+    while len(slots):
+        many = int((lengths[places] - given).min())
+        end = first + many * len(slots)
+        found.append(_Stretch(first, end, slots, ends[places] - lengths[places] + given))
+        given, first = given + many, end
+        for i in np.flatnonzero(given == lengths[places]):
+            if waiting < len(lengths):
+                following[int(places[i])] = waiting
+                places, given = places.copy(), given.copy()
+                places[i], given[i] = waiting, 0
+                waiting += 1
+        left = given < lengths[places]
+        places, slots, given = places[left], slots[left], given[left]
+    return found, following
