@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=sys.executable, help="Python interpreter that has the peers")
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=400_000, help="of the Parquet files; the tars hold a tenth")
+    parser.add_argument("--rows", type=int, default=1_200_000, help="of the Parquet files; the tars hold a tenth")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.read:
@@ -121,6 +121,9 @@ def _read(asked: dict) -> None:
 
 
 def _manyhands(kind: str, folder: str, rank: int):
+    import fsspec.implementations.local  # noqa: F401 - what the first file would import, as the peers have it by now
+    import pyarrow.parquet  # noqa: F401
+
     import manyhands as mh
     from manyhands.data.feed import Feed
     from manyhands.data.open_source import open_source

@@ -70,18 +70,17 @@ class BlockOrder:
 
     def batch(self, start: int, stop: int) -> Positions:
         """Rows [start, stop) of the epoch as positions, slot by slot."""
-        stop, positions, slots = min(stop, self.total), [], []
+        stop, parts = min(stop, self.total), []
         while start < stop:
-            i = int(np.searchsorted(self._firsts, start, side="right")) - 1
-            one = self._stretches[i]
-            turns = np.arange(start - one.first, min(stop, one.end) - one.first, dtype=np.int64)
-            rows, place = np.divmod(turns, len(one.slots))
-            positions.append(one.positions[place] + rows)
-            slots.append(one.slots[place])
+            one = self._stretches[int(np.searchsorted(self._firsts, start, side="right")) - 1]
+            parts.append(one.turns(start - one.first, min(stop, one.end) - one.first))
             start = min(stop, one.end)
-        if not positions:
+        if len(parts) == 1:
+            return parts[0][0]
+        if not parts:
             return np.empty(0, np.int64)
-        return np.concatenate(positions)[np.argsort(np.concatenate(slots), kind="stable")]
+        positions, slots = (np.concatenate(found) for found in zip(*parts, strict=True))
+        return positions[np.argsort(slots, kind="stable")]
 
     def runs(self, positions: Positions) -> Iterator[Run]:
         """Where these positions lie, neighbours together, in their order."""
@@ -130,6 +129,16 @@ class _Stretch(NamedTuple):
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
     """Of the first row that each open block gives."""
+
+    def turns(self, start: int, stop: int) -> tuple[Positions, NDArray[np.int64]]:
+        """(positions, slots) of rows [start, stop) of the stretch, slot by slot: row r is row r // K of slot r % K."""
+        many = len(self.slots)
+        behind = many - 1 - np.arange(many)
+        firsts, ends = (start + behind) // many, (stop + behind) // many
+        counts = ends - firsts
+        begins = np.cumsum(counts) - counts
+        positions = np.arange(stop - start) + np.repeat(self.positions + firsts - begins, counts)
+        return positions, np.repeat(self.slots, counts)
 
 
 def _stretches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ Stored = Any  # np.ndarray [rows, …], or an Arrow array of texts or bytes
 _NUMBERS = ("cls", "cls2", "index", "inx", "id", "count", "label", "target")
 _TEXTS = ("txt", "text", "transcript")
 _IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp")
+_TASKS = 8  # that the rows of a batch are cut into
 _PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
@@ -40,7 +42,7 @@ def stored_columns(batch: pa.RecordBatch, order: np.ndarray[Any, Any] | None = N
             columns[field.name] = column if order is None else column.take(pa.array(order))
         else:
             array = arrow_array(column, f"column {field.name!r}")
-            columns[field.name] = array if order is None else array[order]
+            columns[field.name] = array if order is None else np.take(array, order, axis=0)
     return columns
 
 
@@ -53,11 +55,20 @@ def _is_text(kind: pa.DataType) -> bool:
     )
 
 
-def joined(parts: Sequence[Stored]) -> Any:
-    """Parts of a column as one, copied: an array, or a list of texts or bytes."""
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-    return [value for part in parts for value in part.to_pylist()]
+def joined(parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> Any:
+    """One column of parts, each with the places that its rows get: an array, or a list of texts or bytes."""
+    first, _ = parts[0]
+    rows = sum(len(places) for _, places in parts)
+    if isinstance(first, np.ndarray):
+        column = np.empty((rows, *first.shape[1:]), first.dtype)
+        for part, places in parts:
+            column[places] = part
+        return column
+    values: list[Any] = [None] * rows
+    for part, places in parts:
+        for place, value in zip(places.tolist(), part.to_pylist(), strict=True):
+            values[place] = value
+    return values
 
 
 @dataclass(frozen=True)
@@ -106,10 +117,21 @@ class RowDecoder:
             )
         if name == "__key__" or suffix not in DECODERS:
             return values
-        return self._mapped(lambda value: _member(suffix, value, name), values)
+        if suffix == "npy" and (together := _npys(values)) is not None:
+            return together
+        if suffix in _IMAGES:
+            return self._mapped(lambda value: _member(suffix, value, name), values)
+        return [_member(suffix, value, name) for value in values]
 
     def _mapped(self, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-        return list((self.executor.map if self.executor is not None else map)(function, *values))
+        """`function` of each row, in the executor's threads, some rows at a time."""
+        if self.executor is None:
+            return list(map(function, *values))
+        cuts = range(0, len(values[0]), max(1, -(-len(values[0]) // _TASKS)))
+        some = [[column[at : at + cuts.step] for column in values] for at in cuts]
+        return [
+            one for found in self.executor.map(lambda columns: list(map(function, *columns)), some) for one in found
+        ]
 
 
 def _member(suffix: str, value: bytes, name: str) -> Any:
@@ -133,6 +155,22 @@ def _image(data: bytes) -> np.ndarray[Any, Any]:
         return np.asarray(image if image.mode == "L" else image.convert("RGB"))
 
 
+def _npys(values: Sequence[bytes]) -> np.ndarray[Any, Any] | None:
+    """Arrays whose headers are the same bytes, put together at once; None for others."""
+    first = io.BytesIO(values[0])
+    try:
+        version = np.lib.format.read_magic(first)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(first)
+    except (ValueError, EOFError):
+        return None
+    header, size = values[0][: first.tell()], dtype.itemsize * math.prod(shape)
+    if fortran or dtype.hasobject or any(len(v) != len(header) + size or not v.startswith(header) for v in values):
+        return None
+    data = b"".join([memoryview(value)[len(header) :] for value in values])
+    return np.frombuffer(bytearray(data), dtype).reshape(len(values), *shape)
+
+
 def _npy(data: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
 
@@ -153,7 +191,7 @@ def _as_tensor(name: str, values: Any) -> Any:
             return values
         return torch.from_numpy(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return torch.tensor(values)
+        return torch.from_numpy(np.array(values))
     if values and isinstance(values[0], np.ndarray):
         shapes = {value.shape for value in values}
         if len(shapes) > 1:

@@ -243,8 +243,8 @@ class _Pieces:
         self._cursors.clear()
         self._held.clear()
 
-    def gather(self, positions: Positions) -> dict[str, Any]:
-        """{column: values} of the rows at these positions, which rise."""
+    def gather(self, positions: Positions, places: Positions) -> dict[str, Any]:
+        """{column: values} of the rows at these positions, which rise; each gets a place."""
         runs = list(self.order.runs(positions))
         for run in runs:
             self._request(run.block, run.piece)
@@ -255,8 +255,13 @@ class _Pieces:
         parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
         while len(self._held) > 2 * len(runs) + _FEW:
             self._held.popitem(last=False)
+        ends = np.cumsum([run.stop - run.start for run in runs])
+        of_runs = np.split(places, ends[:-1])
         return {
-            name: joined([columns[name][run.start : run.stop] for columns, run in parts]) for name in self.table.types
+            name: joined(
+                [(columns[name][run.start : run.stop], own) for (columns, run), own in zip(parts, of_runs, strict=True)]
+            )
+            for name in self.table.types
         }
 
     def _request(self, block: int, piece: int) -> None:
@@ -311,12 +316,15 @@ class MappedRows(Indexed):
         key = reading.seed, reading.epoch
         return _in_groups(picks, self.table, self._gather, lambda own: own, self._decoder, key, self._threads)
 
-    def _gather(self, numbers: Positions) -> dict[str, Any]:
-        """{column: values} of the rows of these numbers, which rise."""
+    def _gather(self, numbers: Positions, places: Positions) -> dict[str, Any]:
+        """{column: values} of the rows of these numbers, which rise; each gets a place."""
         piece = np.searchsorted(self._firsts, numbers, side="right") - 1
         groups = np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece)) + 1)
-        parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]]) for own in groups]
-        return {name: joined([_taken(columns[name], rows) for columns, rows in parts]) for name in self.table.types}
+        parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]], own) for own in groups]
+        return {
+            name: joined([(_taken(columns[name], rows), places[own]) for columns, rows, own in parts])
+            for name in self.table.types
+        }
 
     def _piece(self, number: int) -> dict[str, Stored]:
         if number not in self._columns:
@@ -334,7 +342,7 @@ def _taken(column: Stored, rows: Positions) -> Stored:
 def _in_groups(
     picks: Iterator[Pick],
     table: ShardTable,
-    gather: Callable[[Positions], dict[str, Any]],
+    gather: Callable[[Positions, Positions], dict[str, Any]],
     numbers: Callable[[Positions], Positions],
     decoder: RowDecoder,
     key: tuple[int, int],
@@ -342,7 +350,7 @@ def _in_groups(
 ) -> Slices:
     """The slices of picks, of which many are gathered at once: what a gather costs is shared by thousands of rows.
 
-    gather: of rising positions, their columns. numbers: of the rows at positions. key: (seed, epoch).
+    gather: of rising positions and the places of their rows, columns. numbers: of the rows at positions. key: (seed, epoch).
     """
     most = max(1, min(GROUP_ROWS, GROUP_BYTES * table.rows // max(1, table.memory)))
     rows = 1
@@ -352,11 +360,7 @@ def _in_groups(
             rows = min(2 * sum(len(pick.own) for pick in group) + 1, most)  # the first batches come at once
             own = np.concatenate([np.asarray(pick.own, np.int64) for pick in group])
             rising = np.argsort(own, kind="stable")
-            back = np.empty_like(rising)
-            back[rising] = np.arange(len(own))
-            columns = (
-                {name: _reordered(values, back) for name, values in gather(own[rising]).items()} if len(own) else {}
-            )
+            columns = gather(own[rising], rising) if len(own) else {}
             start = 0
             for pick in group:
                 stop = start + len(pick.own)
@@ -386,7 +390,3 @@ def _decoded(
     found = numbers(np.asarray(own, np.int64)) if decoder.draws else np.empty(0, np.int64)
     part = {name: values[start:stop] for name, values in columns.items()}
     return decoder.batch(part, lambda i: np.random.default_rng((*key, int(found[i]))))
-
-
-def _reordered(values: Any, order: Positions) -> Any:
-    return values[order] if isinstance(values, np.ndarray) else [values[i] for i in order]
