@@ -241,6 +241,13 @@ def test_word_vectors(printed: Callable[..., str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tars(printed: Callable[..., str]) -> None:
+    text = printed("python", "tars.py")
+    assert numbers(r"validation_accuracy (\d\.\d+)", text)[-1] > 0.85
+    assert "6,485 rows" in text  # 1,297 digits in each of 5 epochs
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_spark_digits(printed: Callable[..., str]) -> None:
     need_spark()

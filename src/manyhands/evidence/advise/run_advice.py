@@ -105,7 +105,8 @@ def _sooner_from_files(m: RunMeasurements) -> str:
     """Of rows that are read of files while the run trains."""
     blocks = m.input["hits"] + m.input["misses"]
     if not blocks:
-        return f'Keep decoded blocks on each host, shards(…, cache="{size(4 * m.input["stored_bytes"]).replace(" ", "")}"), or read with more threads='
+        room = size(max(1e9, 4 * m.input["stored_bytes"])).replace(" ", "")
+        return f'Keep decoded blocks on each host, shards(…, cache="{room}"), or read with more threads='
     if m.input["hits"] < blocks / 2:
         return "The cache had few of the blocks: later epochs are faster where it can hold them all (cache=)"
     return "The cache has the blocks already: read with more threads=, leave out columns, or do once what decode does"
