@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WHOLE_BYTES = 8 << 20  # a row group of so many bytes is read at once, a larger one by column and piece
 _BUFFER_BYTES = 1 << 20
+_FOOTER_BYTES = 1 << 16  # read at least, of a store; row groups are read in larger pieces
 
 
 class Parquet(ShardFile):
@@ -58,6 +59,8 @@ class Parquet(ShardFile):
     @cached_property
     def _metadata(self) -> pq.FileMetaData:
         with self._opened(whole=False) as file:
+            if self.file.local is not None:
+                self.file.counters.add(bytes=file.metadata.serialized_size, reads=1)
             return file.metadata
 
     @contextmanager
@@ -68,7 +71,7 @@ class Parquet(ShardFile):
         local = self.file.local
         known = self.__dict__.get("_metadata")
         try:
-            source = self.file.stream() if local is None else pa.OSFile(local)
+            source = self.file.stream(piece=_FOOTER_BYTES) if local is None else pa.OSFile(local)
             buffered = 0 if whole else _BUFFER_BYTES
             with source, pq.ParquetFile(source, metadata=known, pre_buffer=whole, buffer_size=buffered) as file:
                 yield file
