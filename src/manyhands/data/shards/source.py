@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 LANES = 16
-GROUP_ROWS, GROUP_BYTES = 4096, 8 << 20
+GROUP_ROWS, GROUP_BYTES = 4096, 4 << 20
 """Rows that are gathered at once, and about how many bytes they may be."""
 _FEW = 4  # pieces that are kept beside those in use
 _OPEN = 256  # blocks that stay open, for their next pieces
@@ -250,7 +250,8 @@ class _Pieces:
             self._request(run.block, run.piece)
         if self.ahead:
             for run in runs:
-                if (following := self.order.after(run)) is not None:
+                half = self.order.piece_rows[run.block] // 2  # until then it would only take memory
+                if run.stop > half and (following := self.order.after(run)) is not None:
                     self._request(*following)
         parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
         while len(self._held) > 2 * len(runs) + _FEW:
@@ -282,7 +283,10 @@ class _Pieces:
         rows = self.order.piece_rows[block]
         cursor = self._cursors.pop((block, piece), None) or in_pieces(self.table.read(block, piece * rows), rows)
         found = next(cursor)
-        self._cursors[block, piece + 1] = cursor
+        if (piece + 1) * rows < self.order.rows[block]:
+            self._cursors[block, piece + 1] = cursor
+        else:
+            next(cursor, None)  # the block is closed, and its rows were as many as were counted
         while len(self._cursors) > _OPEN:
             self._cursors.pop(next(iter(self._cursors)), None)
         return stored_columns(found, within)

@@ -29,7 +29,7 @@ from manyhands.data.shards.table import ShardTable
 from manyhands.data.source import COMPARED, GlobalBatch, Reading, ShardPositions, Slice, Slices, Unsized
 from manyhands.rng import RngScope
 
-AHEAD_BYTES = 32 << 20
+AHEAD_BYTES = 16 << 20
 """Of batches that a worker reads ahead."""
 DONE = -1  # the position of a shard that is out
 _AT_ONCE = 32  # rows of a dataset, between which nobody else draws random numbers

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16 << 20
 """Of formats without blocks of their own: rows that lie together make blocks of about so many bytes."""
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 """What is read at once: a record batch is about as large in memory, a row at least."""
 
 

@@ -103,7 +103,7 @@ class Tar(ShardFile):
 
     @contextmanager
     def _opened(self, start: int, stop: int | None) -> Iterator[BinaryIO]:
-        with self.file.stream(start, stop, PIECE_BYTES // 4) as stream:
+        with self.file.stream(start, stop, PIECE_BYTES) as stream:
             try:
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if self._packed else cast(BinaryIO, stream)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -31,7 +31,7 @@ class TFRecord(ShardFile):
     @override
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
         self.file.check()
-        with self.file.stream(block.at, block.at + block.bytes, PIECE_BYTES // 4) as stream:
+        with self.file.stream(block.at, block.at + block.bytes, PIECE_BYTES) as stream:
             yield from tfrecords.read(
                 cast(BinaryIO, stream), self.file.url, names, start, block.rows, first=block.first, piece=PIECE_BYTES
             )
