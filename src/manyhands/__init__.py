@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from manyhands.data.csr import Csr as Csr
     from manyhands.data.sharding import epoch_order as epoch_order
     from manyhands.data.shards.source import shards as shards
+    from manyhands.data.shards.write import write_shards as write_shards
     from manyhands.engines.hosts.engine import Hosts as Hosts
     from manyhands.engines.local.engine import Local as Local
     from manyhands.engines.sim.engine import Sim as Sim
@@ -175,6 +176,7 @@ _WHERE = {
     "shards": "data.shards.source",
     "weight": "own_loop.prepare",
     "worker": "own_loop.prepare",
+    "write_shards": "data.shards.write",
 }
 __all__ = [*_WHERE, *_MODULES, "__version__"]
 

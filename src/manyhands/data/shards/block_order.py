@@ -29,6 +29,15 @@ class Run(NamedTuple):
     stop: int
 
 
+class Span(NamedTuple):
+    """Rows [start, stop) of a lane, which are one block's."""
+
+    lane: int
+    block: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class BlockOrder:
     """Of one epoch. A position is the number of a row in the sequence of shuffled blocks."""
@@ -96,6 +105,16 @@ class BlockOrder:
                 stop = min(end, base + self.piece_rows[block], int(self._ends[place]))
                 yield Run(block, piece, at - base, stop - base)
                 at = stop
+
+    def spans(self) -> Iterator[Span]:
+        """Which block's rows each lane has, in the order in which it is read."""
+        begins = self._starts.tolist()
+        for lane, (begin, end) in enumerate(zip(begins, [*begins[1:], self.total], strict=True)):
+            place, at = int(np.searchsorted(self._ends, begin, side="right")), begin
+            while at < end:
+                stop = min(end, int(self._ends[place]))
+                yield Span(lane, int(self._blocks[place]), at - begin, stop - begin)
+                place, at = place + 1, stop
 
     def after(self, run: Run) -> tuple[int, int] | None:
         """(block, piece) that follows a run's in its slot; None after the last."""

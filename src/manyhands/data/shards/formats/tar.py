@@ -30,6 +30,12 @@ _NAME = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]*)$")
 _PASSED_OVER = re.compile(r"__[^/]*__(/|$)")
 
 
+def row_of(member: str) -> tuple[str, str] | None:
+    """(key, column) of a member's name; None where it belongs to no row."""
+    found = None if _PASSED_OVER.search(member) else _NAME.match(member)
+    return None if found is None else (found[1], found[2].lower())
+
+
 class _Member(NamedTuple):
     key: str
     column: str
@@ -145,15 +151,15 @@ class Tar(ShardFile):
                 continue
             size = size if size_given < 0 else size_given
             name = name or own.decode("utf-8", "surrogateescape")
-            found = _NAME.match(name) if kind in b"0\x00" and not _PASSED_OVER.search(name) else None
+            found = row_of(name) if kind in b"0\x00" else None
             if found is not None and fetch:
-                yield _Member(found[1], found[2].lower(), at, size), self._data(stream, size, at)
+                yield _Member(*found, at, size), self._data(stream, size, at)
             else:
                 if end is not None and at + _RECORD + size > end:
                     raise self._damaged(f"{name} is cut off")
                 stream.seek(_padded(size), 1)
                 if found is not None:
-                    yield _Member(found[1], found[2].lower(), at, size), b""
+                    yield _Member(*found, at, size), b""
             at, name, size_given = at + _RECORD + _padded(size), "", -1
         if 0 < len(header) < _RECORD:
             raise self._damaged(f"the header at byte {at:,} is cut off")
