@@ -49,6 +49,21 @@ def give_back() -> None:
         trim(0)
 
 
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes that processes may still take, by the kernel's estimate and the memory limit of this control group; None where
+    the system does not say. `root` is where /proc and /sys are found, for tests."""
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        free = 1024 * int(found[1]) if found else None
+        with suppress(OSError, ValueError):  # "max" where there is no limit
+            group = (root / "proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
+            folder = root / "sys/fs/cgroup" / group
+            left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+            free = left if free is None else min(free, left)
+        return free
+    return None
+
+
 def resident(pid: int | str = "self", name: str = "VmRSS") -> int:
     """A line of /proc/PID/status, in bytes: VmRSS, or VmHWM, the most so far. 0 of a process that is gone."""
     try:

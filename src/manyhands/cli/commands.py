@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
-from manyhands.cli import evidence, options, tables
+from manyhands.cli import data, evidence, options, tables
 from manyhands.cli.config import text_of
 from manyhands.cli.options import stamped, task_fields, with_fields
 from manyhands.engines.driver import supervisor
@@ -415,6 +415,8 @@ def replay(
 
 for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate, evidence.plan):
     app.command()(_measuring)
+
+app.command()(data.data)
 
 
 @app.command()

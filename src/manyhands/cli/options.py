@@ -263,6 +263,45 @@ MetricMargin = Annotated[float, _run("--metric-margin", help="The same of the me
 Validations = Annotated[int, _run("--validations", help="Validations in a trial.", min=1)]
 CheckedWorkers = Annotated[int, _run("--workers", "-n", help="Compared with one; at least 2.")]
 CheckedSteps = Annotated[int, _run("--steps", help="To compare, one by one.", min=1)]
+_written = partial(typer.Option, rich_help_panel="Writing the rows in another form")
+DataPaths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH...", help="Files, globs, folders or URLs of one format, or an .npz or .npy."),
+]
+DataWorkers = Annotated[int, _run("--workers", "-n", help="To which the rows would be dealt.", min=1)]
+DataBatchSize = Annotated[int, _run("--batch-size", help="Rows of all workers together in a step.", min=1)]
+DataShuffle = Annotated[
+    str | None,
+    _run(
+        "--shuffle",
+        metavar="blocks:K|rows|none",
+        help="How rows are mixed; with --to, rows writes them in a random order.",
+        show_default="blocks:16; with --to none",
+    ),
+]
+DataColumns = Annotated[
+    str | None, _run("--columns", metavar="A,B", help="Those that are read or written; default: all.")
+]
+DataRows = Annotated[int, _run("--rows", help="How many first rows are shown.", min=0)]
+DataCount = Annotated[
+    bool | None,
+    _run("--count/--no-count", help="Read files that do not say how many rows they have; default: up to 1 GB of them."),
+]
+DataTo = Annotated[
+    str | None,
+    _written("--to", metavar="FILE|FOLDER", help="Write the rows: .parquet, .arrow, .tfrecord, .tar or a folder."),
+]
+DataFormat = Annotated[
+    str | None,
+    _written("--format", help="Of the files in the folder: parquet, arrow, tfrecord or tar; default: parquet."),
+]
+DataRowsPerFile = Annotated[
+    int | None, _written("--rows-per-file", help="In the folder; default: about 256 MB of rows.", min=1)
+]
+DataRowGroupBytes = Annotated[
+    str | None, _written("--row-group-bytes", metavar="SIZE", help="Of Parquet and Arrow, in memory; default: 16MB.")
+]
+DataSeed = Annotated[int, _written("--seed", help="Of --shuffle rows.")]
 AsJson = Annotated[bool, _watch("--json", help="Print JSON instead of a table.")]
 EstimateProfile = Annotated[
     Path | None, _run("--profile", "-p", help="What `manyhands calibrate` wrote, on such a machine as the cluster has.")

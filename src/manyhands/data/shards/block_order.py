@@ -29,15 +29,6 @@ class Run(NamedTuple):
     stop: int
 
 
-class Span(NamedTuple):
-    """Rows [start, stop) of a lane, which are one block's."""
-
-    lane: int
-    block: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class BlockOrder:
     """Of one epoch. A position is the number of a row in the sequence of shuffled blocks."""
@@ -106,15 +97,14 @@ class BlockOrder:
                 yield Run(block, piece, at - base, stop - base)
                 at = stop
 
-    def spans(self) -> Iterator[Span]:
-        """Which block's rows each lane has, in the order in which it is read."""
-        begins = self._starts.tolist()
-        for lane, (begin, end) in enumerate(zip(begins, [*begins[1:], self.total], strict=True)):
-            place, at = int(np.searchsorted(self._ends, begin, side="right")), begin
-            while at < end:
-                stop = min(end, int(self._ends[place]))
-                yield Span(lane, int(self._blocks[place]), at - begin, stop - begin)
-                place, at = place + 1, stop
+    def open_blocks(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+        """(first row, end, blocks by slot) of each stretch of the epoch in which the same blocks are open."""
+        for one in self._stretches:
+            yield one.first, one.end, self.blocks_of(one.positions)
+
+    def blocks_of(self, positions: Positions) -> NDArray[np.int64]:
+        """The block of each position."""
+        return self._blocks[np.searchsorted(self._ends, positions, side="right")]
 
     def after(self, run: Run) -> tuple[int, int] | None:
         """(block, piece) that follows a run's in its slot; None after the last."""

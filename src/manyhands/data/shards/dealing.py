@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,63 +20,52 @@ class Readers:
     rows: tuple[int, ...]
     blocks: tuple[frozenset[int], ...]
     """The numbers of those of which a worker reads rows."""
-    lanes: tuple[int, ...]
-    """How many a worker reads from in one global batch, at most: so many pieces are in use at a time. Where all rows
-    are fewer than a batch, all lanes."""
+    open: tuple[int, ...]
+    """From how many blocks a worker reads at a time, at most."""
 
 
 def readers(order: BlockOrder, batch_size: int, workers: int) -> Readers:
     """Who reads what when global batches of so many rows are dealt to so many workers.
 
-    Which worker takes a row of a lane repeats after lcm(batch size, lanes) rows, and each lane is one span a block. So a
-    span that is longer than the period has the workers of its lane, and others are looked at row by row.
+    While the same blocks are open, who takes rows of which slot repeats after at most as many batches as there are slots.
+    Batches in which a block ends are looked at row by row.
     """
-    spans = list(order.spans())
-    lanes = 1 + max((span.lane for span in spans), default=0)
-    whole = order.total // batch_size  # batches
-    turns, period = whole * batch_size, math.lcm(batch_size, lanes)
-    worker = _workers_of_turns(min(period, turns), batch_size, lanes, workers)  # [turns of a period]
-    by_lane = [np.unique(worker[lane::lanes]) for lane in range(lanes)]
     blocks: list[set[int]] = [set() for _ in range(workers)]
-    for lane, block, start, stop in spans:
-        stop = min(stop, -(-(turns - lane) // lanes))  # rows behind it are the last, short batch's
-        if stop - start >= period // lanes:
-            found = by_lane[lane]
-        else:
-            found = np.unique(worker[(np.arange(start, max(start, stop)) * lanes + lane) % period])
-        for one in found:
-            blocks[one].add(block)
-    last = order.batch(turns, order.total)
-    for one in range(workers):
-        if len(own := last[slice(*slice_of(len(last), one, workers))]):
-            blocks[one] |= {run.block for run in order.runs(own)}
-    return Readers(
-        rows=tuple(
-            whole * _rows_of(batch_size, one, workers) + _rows_of(len(last), one, workers) for one in range(workers)
-        ),
-        blocks=tuple(map(frozenset, blocks)),
-        lanes=tuple(_lanes_at_once(worker, batch_size, lanes, one) if whole else lanes for one in range(workers)),
-    )
+    most_open = [0] * workers
+    mixed = set[int]()  # batches in which the open blocks change
+    for first, end, opened in order.open_blocks():
+        mixed |= {at // batch_size for at in (first, end) if at % batch_size}
+        begin, stop = -(-first // batch_size), end // batch_size
+        if begin < stop:
+            slots = len(opened)
+            batches = min(stop - begin, slots // math.gcd(slots, batch_size))
+            taken = _takers(slots, (begin * batch_size - first) % slots, batches, batch_size, workers)
+            for one in range(workers):
+                own = opened[taken[one]]
+                blocks[one].update(own.tolist())
+                most_open[one] = max(most_open[one], len(own))
+    for batch in mixed:
+        found = order.blocks_of(order.batch(batch * batch_size, (batch + 1) * batch_size))
+        for one in range(workers):
+            own = np.unique(found[slice(*slice_of(len(found), one, workers))])
+            blocks[one].update(own.tolist())
+            most_open[one] = max(most_open[one], len(own))
+    whole, rest = divmod(order.total, batch_size)
+    rows = (whole * _share(batch_size, one, workers) + _share(rest, one, workers) for one in range(workers))
+    return Readers(rows=tuple(rows), blocks=tuple(map(frozenset, blocks)), open=tuple(most_open))
 
 
-def _rows_of(batch: int, worker: int, workers: int) -> int:
-    start, stop = slice_of(batch, worker, workers)
+@lru_cache(1024)
+def _takers(slots: int, offset: int, batches: int, batch_size: int, workers: int) -> NDArray[np.bool_]:
+    """[workers, slots] who takes rows of which slot in so many batches, the first of which begins at slot `offset`."""
+    taken = np.zeros((workers, slots), np.bool_)
+    for batch in range(batches):
+        by_slot = np.sort((offset + batch * batch_size + np.arange(batch_size)) % slots)
+        for one in range(workers):
+            taken[one, by_slot[slice(*slice_of(batch_size, one, workers))]] = True
+    return taken
+
+
+def _share(rows: int, worker: int, workers: int) -> int:
+    start, stop = slice_of(rows, worker, workers)
     return stop - start
-
-
-def _workers_of_turns(turns: int, batch_size: int, lanes: int, workers: int) -> NDArray[Any]:
-    """[turns] who takes each of the first rows; turns: of whole batches."""
-    found = np.empty(turns, np.int64)
-    slices = np.repeat(np.arange(workers), [_rows_of(batch_size, one, workers) for one in range(workers)])
-    for start in range(0, turns, batch_size):
-        by_lane = np.argsort(np.arange(start, start + batch_size) % lanes, kind="stable")
-        found[start + by_lane] = slices
-    return found
-
-
-def _lanes_at_once(worker: NDArray[Any], batch_size: int, lanes: int, one: int) -> int:
-    most = 0
-    for start in range(0, len(worker), batch_size):
-        own = np.flatnonzero(worker[start : start + batch_size] == one) + start
-        most = max(most, len(np.unique(own % lanes)))
-    return most

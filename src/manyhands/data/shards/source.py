@@ -73,7 +73,7 @@ class Shards:
         counted = self.counted
         if counted is None:
             counted = self.shuffle is True or counts_soon(files)
-        table = ShardTable.of(files, self.columns, cache or _index_cache(folder), counted)
+        table = ShardTable.of(files, self.columns, cache or index_cache(folder), counted)
         decoder = RowDecoder(of_members=isinstance(table.files[0], Tar), decode=self.decode, collate=collate)
         if not counted:
             reader = FileReader(table, cache, decoder, self.shuffle is not False)
@@ -144,7 +144,7 @@ def shards(
     return made
 
 
-def _index_cache(folder: Path) -> HostCache | None:
+def index_cache(folder: Path) -> HostCache | None:
     """Where an index is kept; None where this user has no such folder, and every run reads it anew."""
     try:
         return HostCache(folder)

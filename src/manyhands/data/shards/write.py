@@ -27,7 +27,7 @@ FILE_BYTES = 256 << 20
 KINDS = "a file .parquet, .arrow, .tfrecord or .tar, or a folder"
 _UNFINISHED = ".part"
 
-Progress = Callable[[int, int], None]  # (rows that are written, rows in all; 0: nobody knows)
+Progress = Callable[[int, int], None]  # (rows that are written, rows in all)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def write_shards(
         are shared out among more workers and mixed better; larger ones compress better.
     shuffle: write the rows in a random order, drawn once by `seed`; as many bytes as the rows have in memory must be free
         beside the files (of a URL: in this machine's temporary folder).
-    progress: is called with (rows that are written, rows in all or 0).
+    progress: is called with (rows that are written, rows in all; of a stream, those so far).
 
     Members of tars become numbers, texts and arrays, as their suffixes say, unless a tar is written; in a tar numbers are
     members `.npy`, texts `.txt`, and what JSON can say `.json`, unless their names have such a suffix.
@@ -98,7 +98,7 @@ def write_shards(
             for batch in batches:
                 output.write(batch)
                 if progress is not None:
-                    progress(output.rows, rows.rows or 0)
+                    progress(output.rows, rows.rows or output.rows)
     return Written(files=tuple(output.files), rows=output.rows, bytes=output.bytes, changes=tuple(changes))
 
 
