@@ -19,7 +19,7 @@ def order(rows: int, seed: int, memory: int | None, folder: Path, at_once: int =
     return [x for batch in shuffled(batches, table.schema, seed, memory, folder) for x in batch["x"].to_pylist()]
 
 
-@pytest.mark.parametrize("memory", [None, 0, 800, 100_000])
+@pytest.mark.parametrize("memory", [None, 0, 800])
 def test_each_row_once_in_an_order_of_the_seed(
     memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,9 +35,9 @@ def test_each_row_once_in_an_order_of_the_seed(
 def test_every_order_is_as_likely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three rows in two files: chi-squared of 5 degrees of freedom is below 20.5 in 999 of 1000 cases."""
     monkeypatch.setattr(row_shuffle, "PART_BYTES", 12)
-    times = Counter(tuple(order(3, seed, 24, tmp_path, at_once=2)) for seed in range(1200))
+    times = Counter(tuple(order(3, seed, 24, tmp_path, at_once=2)) for seed in range(300))
     assert len(times) == 6
-    assert sum((many - 200) ** 2 / 200 for many in times.values()) < 20.5
+    assert sum((many - 50) ** 2 / 50 for many in times.values()) < 20.5
 
 
 def test_pieces_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

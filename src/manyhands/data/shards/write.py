@@ -248,7 +248,7 @@ class _Output:
     def _discard(self, made: bool) -> None:
         fs = self.target.fs
         if self._writing is not None:
-            self._writing.file.close()
+            self._writing.abandon()
         for file in [*self._unfinished, *(self.target.file(i) for i in range(len(self.files)))]:
             if fs.exists(file):
                 fs.rm_file(file)

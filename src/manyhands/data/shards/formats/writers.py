@@ -7,6 +7,7 @@ import json
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
@@ -28,7 +29,7 @@ Encoder = Callable[[Any], list[bytes]]  # the values of a column -> the members
 
 @dataclass
 class ShardWriter(ABC):
-    """Writes the rows of one file. `close` completes the file; one that is not closed is left as it is."""
+    """Writes the rows of one file, which `close` completes."""
 
     in_blocks: ClassVar[bool] = False
     """Whether the format has row groups, whose size the user can choose."""
@@ -47,7 +48,13 @@ class ShardWriter(ABC):
         """first: the number of the first row among all rows that are written."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Complete the file's contents."""
+
+    def abandon(self) -> None:
+        """Close a file that is not completed, whatever it says."""
+        with suppress(OSError):
+            self.file.close()
 
 
 @dataclass
@@ -74,6 +81,16 @@ class _Blocks(ShardWriter):
         if self._held:
             self._flush()
         self._writer.close()
+
+    @override
+    def abandon(self) -> None:
+        import pyarrow as pa
+
+        with suppress(
+            OSError, pa.ArrowException
+        ):  # a writer that is dropped writes its end, or complains that it cannot
+            self._writer.close()
+        super().abandon()
 
     def _flush(self) -> None:
         import pyarrow as pa
