@@ -46,7 +46,7 @@ _TINY_BYTES, _MANY_FILES = 1 << 20, 1000
 _LARGE_BLOCK = 8 * BLOCK_BYTES
 _UNEVEN = 10  # times the median
 _BLOCKS_EACH = 4
-_AMPLIFIED = 1.5
+_AMPLIFIED, _MUCH_LESS = 1.5, 0.8
 _DIFFERS = "differs"
 _NO_NUMBERS = "{} {}: make numbers of them in decode= or collate=, or once, in the files"
 
@@ -232,15 +232,8 @@ def _of_table(named: list[str], table: ShardTable, seen: ShardTable, asked: _Ask
 def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dealt:
     """share: of the stored bytes, those of the columns that are read."""
     blocks = [block for _, block in table.blocks]
-    shuffled = asked.shuffle != "none"
     by_rows = asked.shuffle == "rows"
-    order = BlockOrder(
-        rows=[block.rows for block in blocks],
-        piece_rows=[block.piece_rows for block in blocks],
-        lanes=asked.lanes if shuffled else 1,
-        shuffled=shuffled,
-    )
-    read = readers(order, asked.batch_size, asked.workers)
+    read = readers(_order(table, asked), asked.batch_size, asked.workers)
     stored = [int(block.bytes * share) for block in blocks]
     if by_rows:  # each block is read by the first worker of a host that asks for it
         of_workers = [sum(stored) // asked.workers] * asked.workers
@@ -250,7 +243,7 @@ def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dea
         int(max(block.piece_rows * found.row_decoded, min(block.memory, PIECE_BYTES))) for block in blocks if block.rows
     )
     lanes = 1 if by_rows else max(read.lanes)
-    under_way = max(_held_by_open(table, share), 0)
+    under_way, everything = _held_by_open(table, share), int(found.row_decoded * table.rows)
     return Dealt(
         workers=asked.workers,
         batch_size=asked.batch_size,
@@ -259,9 +252,20 @@ def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dea
         blocks=tuple(len(blocks) if by_rows else len(own) for own in read.blocks),
         bytes=tuple(of_workers),
         amplification=1.0 if by_rows else sum(of_workers) / max(1, sum(stored)),
-        memory=lanes * (2 * piece + under_way) + 2 * GROUP_BYTES + AHEAD_BYTES,
+        memory=min(lanes * (2 * piece + under_way), 2 * everything)
+        + min(2 * GROUP_BYTES + AHEAD_BYTES, 2 * everything),
         disk=table.memory if by_rows else 0,
         available=available(),
+    )
+
+
+def _order(table: ShardTable, asked: _Asked) -> BlockOrder:
+    shuffled = asked.shuffle != "none"
+    return BlockOrder(
+        rows=[block.rows for _, block in table.blocks],
+        piece_rows=[block.piece_rows for _, block in table.blocks],
+        lanes=asked.lanes if shuffled else 1,
+        shuffled=shuffled,
     )
 
 
@@ -350,9 +354,11 @@ class _Columns:
             lengths.append(str(each.pop()) if len(each) == 1 else f"{min(each)}…{max(each)}")
             inner, kind = inner.flatten(), kind.value_type
         self._advise_on(name, kind, any("…" in length for length in lengths))
-        return FoundColumn(
-            name=name, type=str(kind), shape="×".join(lengths), bytes=column.nbytes / max(1, len(column))
-        )
+        primitive = types.is_primitive(inner.type) and not types.is_boolean(inner.type)
+        size = (
+            len(inner) * inner.type.bit_width // 8 if primitive else column.nbytes
+        )  # nbytes has what says which are missing
+        return FoundColumn(name=name, type=str(kind), shape="×".join(lengths), bytes=size / max(1, len(column)))
 
     def _advise_on_values(self, name: str, found: FoundColumn) -> None:
         if found.type in ("string", "json"):
@@ -519,11 +525,9 @@ def _advice(found: Survey, table: ShardTable, asked: _Asked) -> Iterator[str]:
             "files: --shuffle blocks:16, if the order does not matter"
         )
     elif asked.shuffle.startswith("blocks:") and dealt.amplification > _AMPLIFIED and found.blocks >= asked.workers:
-        even = -(-max(asked.lanes, asked.workers) // asked.workers) * asked.workers
-        better = f"--shuffle blocks:{even}, a multiple of {asked.workers}" if asked.lanes % asked.workers else ""
         yield (
             f"workers read {units.times(dealt.amplification)} the bytes of the files, since several read the same {word}s: "
-            f"{better or f'write smaller {word}s, {again}'}"
+            f"{_less_read(table, asked, dealt.amplification) or f'write smaller {word}s, {again}'}"
         )
     if dealt.fits is False:
         assert dealt.available is not None
@@ -533,12 +537,31 @@ def _advice(found: Survey, table: ShardTable, asked: _Asked) -> Iterator[str]:
         )
 
 
+def _less_read(table: ShardTable, asked: _Asked, now: float) -> str:
+    """The options that deal rows such that fewer blocks are read by several workers; "" where none are much better.
+
+    Slices of a batch and lanes have the same borders where the lanes are a multiple of the workers, and the rows of a batch
+    of the lanes.
+    """
+    blocks = [block.bytes for _, block in table.blocks]
+    near = sorted((asked.workers * i for i in range(1, 65)), key=lambda lanes: abs(lanes - asked.lanes))[:4]
+    for batch_size in dict.fromkeys((asked.batch_size, *(-(-asked.batch_size // lanes) * lanes for lanes in near))):
+        for lanes in near:
+            tried = replace(asked, batch_size=batch_size, lanes=lanes)
+            read = readers(_order(table, tried), batch_size, asked.workers)
+            times = sum(blocks[block] for own in read.blocks for block in own) / max(1, sum(blocks))
+            if times < _MUCH_LESS * now:
+                batches = "" if batch_size == asked.batch_size else f" --batch-size {batch_size}"
+                return f"--shuffle blocks:{lanes}{batches} reads {units.times(times)}"
+    return ""
+
+
 def _rewrite(found: Survey, asked: _Asked) -> str:
     """The command that writes files with a few blocks for each that is mixed and for each worker."""
     own = f".{found.format.lower()}"
     format = own if own in WRITERS else ".parquet"
     wanted = _BLOCKS_EACH * max(asked.lanes, asked.workers)
-    memory = max(found.block_memory.most, int(found.row_decoded * found.about_rows))
+    memory = int(found.row_decoded * found.about_rows)
     size = ""
     if memory // wanted < BLOCK_BYTES and WRITERS[format].in_blocks:
         size = f" --row-group-bytes {max(1, memory // wanted // 1000)}KB"
