@@ -118,9 +118,7 @@ def _show(
 def text(found: Survey, width: int = WIDTH) -> str:
     """All of a survey, in so many columns at most."""
     width = max(NARROWEST, width)
-    parts = [_files(found), _columns(found, width)]
-    if found.dealt is not None:
-        parts.append(_dealing(found.dealt, width))
+    parts = [_files(found), _columns(found, width), _dealing(found.dealt, width)]
     if found.first_rows:
         parts.append(_first_rows(found.first_rows, width))
     if found.advice:
@@ -135,7 +133,7 @@ def _files(found: Survey) -> str:
     rows = units.count(found.rows, "row") if found.rows is not None else f"about {units.count(found.about_rows, 'row')}"
     lines = [f"{units.listed(found.paths, 3)}: {found.format}, {rows}, {size(found.bytes)}"]
     if found.rows is None:
-        lines.append("  rows     uncounted: --count reads all files once, and every run keeps what that finds")
+        lines.append("  rows     uncounted, so that whole files are dealt; counted=True (--count) reads all once first")
     lines.append(f"  files    {found.files:,}" + _spread(found.file_bytes, size, found.files))
     word = block_word(found.format)
     where = "" if found.rows is not None else " in the first file"
@@ -175,25 +173,23 @@ def _columns(found: Survey, width: int) -> str:
 def _dealing(dealt: Dealt, width: int) -> str:
     from manyhands.evidence.text_table import text_table
 
-    size, workers = units.size, range(dealt.workers)
+    size = units.size
     lines = [
         f"an epoch of {units.count(dealt.workers, 'worker')}, batches of {units.count(dealt.batch_size, 'row')}, shuffle {dealt.shuffle}"
     ]
+    of = "blocks" if dealt.rows else "files"
+    numbers: dict[str, tuple[Sequence[int], Callable[[float], str]]] = {
+        "rows": (dealt.rows, lambda n: f"{n:,}"),
+        of: (dealt.blocks, lambda n: f"{n:,}"),
+        "reads": (dealt.bytes, size),
+    }
+    numbers = {name: (values, say) for name, (values, say) in numbers.items() if values}
     if dealt.workers <= _FEW:
-        columns = {
-            "  worker": [f"  {worker}" for worker in workers],
-            "rows": [f"{dealt.rows[worker]:,}" for worker in workers],
-            "blocks": [f"{dealt.blocks[worker]:,}" for worker in workers],
-            "reads": [size(dealt.bytes[worker]) for worker in workers],
-        }
-        lines.append(text_table(columns, width))
+        columns = {name: [say(value) for value in values] for name, (values, say) in numbers.items()}
+        lines.append(text_table({"  worker": [f"  {i}" for i in range(dealt.workers)], **columns}, width))
     else:
-        for name, values, say in (
-            ("rows", dealt.rows, lambda n: f"{n:,}"),
-            ("blocks", dealt.blocks, lambda n: f"{n:,}"),
-            ("reads", dealt.bytes, size),
-        ):
-            lines.append(f"  each {name:<9}  {units.between(min(values), max(values), say) or say(max(values))}")
+        for name, (values, say) in numbers.items():
+            lines.append(f"  each {name:<6}  {units.between(min(values), max(values), say) or say(max(values))}")
     lines.append(f"  together workers read {units.times(dealt.amplification)} the bytes of the files")
     needs = f"about {size(dealt.memory)}{_fits(dealt)}" if dealt.memory else "none of its own, the file is mapped"
     lines.append(f"  memory of a worker for reading: {needs}")

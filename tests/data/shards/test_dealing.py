@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.sharding import slice_of
-from manyhands.data.shards.block_order import BlockOrder, Span
+from manyhands.data.shards.block_order import BlockOrder
 from manyhands.data.shards.dealing import readers
 
 
@@ -43,14 +43,14 @@ def test_readers_are_those_of_the_rows(
     assert list(map(set, found.blocks)) == blocks
 
 
-def test_as_many_lanes_as_workers_share_no_block() -> None:
-    """8 blocks of 8 rows in 4 lanes: each lane is two whole blocks, and each of two workers has two lanes."""
+def test_as_many_slots_as_workers_share_no_block() -> None:
+    """8 blocks of 8 rows in 4 slots: two blocks in each, and each of two workers has two slots."""
     order = BlockOrder([8] * 8, [8] * 8, lanes=4)
     found = readers(order, 4, 2)
     assert found.rows == (32, 32)
     assert [len(own) for own in found.blocks] == [4, 4]
     assert not found.blocks[0] & found.blocks[1]
-    assert found.lanes == (2, 2)
+    assert found.open == (2, 2)
 
 
 def test_in_their_own_order_every_worker_reads_every_block() -> None:
@@ -58,9 +58,14 @@ def test_in_their_own_order_every_worker_reads_every_block() -> None:
     assert [len(own) for own in found.blocks] == [8, 8]
 
 
-def test_spans_are_the_lanes_in_order() -> None:
+def test_blocks_are_open_until_they_are_out() -> None:
+    """Blocks of 4 and 2 rows take turns for four rows; then the first has two left."""
     order = BlockOrder([4, 0, 2], [4, 1, 2], lanes=2, shuffled=False)
-    assert list(order.spans()) == [Span(0, 0, 0, 3), Span(1, 0, 0, 1), Span(1, 2, 1, 3)]
+    assert [(first, end, blocks.tolist()) for first, end, blocks in order.open_blocks()] == [
+        (0, 4, [0, 2]),
+        (4, 6, [0]),
+    ]
+    assert order.blocks_of(order.batch(0, 6)).tolist() == [0, 0, 0, 0, 2, 2]
 
 
 def test_billions_of_rows_take_no_longer() -> None:

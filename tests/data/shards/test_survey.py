@@ -77,7 +77,6 @@ def test_files_blocks_and_columns_are_counted(folder: Path) -> None:
 def test_what_is_told_is_what_workers_read(folder: Path, workers: int, batch_size: int, shuffle: str) -> None:
     """To the row; and to the byte, but for the block after the last one, which a worker may have begun to read."""
     dealt = found(folder, workers=workers, batch_size=batch_size, shuffle=shuffle).dealt
-    assert dealt is not None
     for rank in range(workers):
         source = mh.shards(folder, shuffle=shuffle != "none" and shuffle).open(None)
         feed = Feed(source, rank=rank, size=workers, batch_size=batch_size)
@@ -90,7 +89,6 @@ def test_what_is_told_is_what_workers_read(folder: Path, workers: int, batch_siz
 def test_blocks_are_read_once_where_lanes_are_shared_evenly(folder: Path) -> None:
     """32 equal blocks in 16 lanes: two each. 4 workers have 4 lanes each, 8 blocks."""
     dealt = found(folder, workers=4).dealt
-    assert dealt is not None
     assert (dealt.rows, dealt.blocks) == ((400,) * 4, (8,) * 4)
     assert dealt.amplification == 1.0
     assert dealt.memory <= 4 * 1600 * 16  # no more than all rows, under way and read ahead
@@ -98,14 +96,12 @@ def test_blocks_are_read_once_where_lanes_are_shared_evenly(folder: Path) -> Non
 
 def test_in_their_own_order_each_worker_reads_all(folder: Path) -> None:
     given = found(folder, workers=4, shuffle="none")
-    assert given.dealt is not None
     assert (given.dealt.amplification, given.dealt.blocks) == (4.0, (32,) * 4)
     assert "each of 4 workers has some of any 64 neighbouring rows" in advised(given, "without shuffling")
 
 
 def test_rows_in_any_order_need_the_hosts_disk(folder: Path) -> None:
     dealt = found(folder, workers=4, shuffle="rows").dealt
-    assert dealt is not None
     assert (dealt.amplification, dealt.rows) == (1.0, (400,) * 4)
     assert dealt.disk == sum(
         block.memory
@@ -118,21 +114,42 @@ def test_columns_that_are_not_read_cost_nothing(folder: Path) -> None:
     assert [column.name for column in part.columns] == ["y"]
     assert part.row_decoded == 8.0
     assert part.row_stored < 0.8 * whole.row_stored
-    assert whole.dealt is not None
-    assert part.dealt is not None
     assert part.dealt.bytes[0] < 0.8 * whole.dealt.bytes[0]
     with pytest.raises(BadInput, match="has no column 'z'; it has x, y"):
         found(folder, columns=["z"])
 
 
-def test_uncounted_rows_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncounted_rows_are_estimated_and_whole_files_are_dealt(tmp_path: Path) -> None:
     for i in range(4):
         (tmp_path / f"{i}.csv").write_text("x\n" + "1\n" * 100)
     assert found(tmp_path).rows == 400
-    monkeypatch.setattr(module, "COUNTED_BYTES", 100)
-    given = found(tmp_path)
-    assert (given.rows, given.about_rows, given.dealt, given.files) == (None, 400, None, 4)
-    assert found(tmp_path, count=True).rows == 400
+    given = found(tmp_path, count=False, workers=2)
+    assert (given.rows, given.about_rows, given.files) == (None, 400, 4)
+    assert (given.dealt.rows, given.dealt.blocks, given.dealt.bytes) == ((), (2, 2), (404, 404))
+    assert given.dealt.amplification == 1.0
+    assert given.advice == ()
+    given = found(tmp_path, count=False, workers=5)
+    assert (given.dealt.blocks, given.dealt.amplification) == ((4,) * 5, 5.0)
+    assert "4 files for 5 workers" in advised(given, "each worker reads all files")
+    (tmp_path / "1.csv").write_text("x\n" + "1\n" * 1000)
+    given = found(tmp_path, count=False, workers=2)
+    assert sum(given.dealt.bytes) == 3 * 202 + 2002
+    assert "the largest file has 9.91× the bytes" not in str(given.advice)
+    (tmp_path / "1.csv").write_text("x\n" + "1\n" * 2000)
+    assert "the largest file has 19.8× the bytes" in advised(found(tmp_path, count=False, workers=2), "whole files")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_uncounted_files_are_dealt_as_they_will_be(workers: int, tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text("1\n" * 10 ** (i % 4))
+    dealt = found(tmp_path, count=False, workers=workers).dealt
+    for rank in range(workers):
+        source = mh.shards(tmp_path, counted=False).open(None)
+        assert source.counters is not None
+        before = source.counters.bytes
+        assert sum(part.rows for part in Feed(source, rank=rank, size=workers).epoch(0)) == dealt.bytes[rank] // 2
+        assert source.counters.bytes - before == dealt.bytes[rank]
 
 
 def test_members_of_tars_are_decoded(tmp_path: Path) -> None:
@@ -170,12 +187,10 @@ def test_numpy_files(tmp_path: Path) -> None:
     given = found(tmp_path / "a.npz", workers=2, batch_size=4)
     assert (given.format, given.rows, given.row_decoded) == ("npz", 7, 56.0)
     assert [(one.name, one.type, one.shape) for one in given.columns] == [("x", "float64", "2×3"), ("y", "int64", "")]
-    assert given.dealt is not None
     assert (given.dealt.rows, given.dealt.memory) == ((3, 4), 7 * 56)  # 2 and 2, then 1 and 2
     np.save(tmp_path / "a.npy", np.zeros(7, np.uint8))
     given = found(tmp_path / "a.npy")
     assert (given.format, given.rows, given.columns[0].type) == ("npy", 7, "uint8")
-    assert given.dealt is not None
     assert given.dealt.memory == 0
     with pytest.raises(BadInput, match="has no array 'z'; it has x, y"):
         found(tmp_path / "a.npz", columns=["z"])
@@ -273,14 +288,12 @@ def test_packed_files(tmp_path: Path) -> None:
 def test_options_that_are_told_read_less(workers: int, batch_size: int, shuffle: str, folder: Path) -> None:
     """12 workers and 16 lanes: most lanes have two workers. And what is advised has been tried."""
     given = found(folder, workers=workers, batch_size=batch_size, shuffle=shuffle)
-    assert given.dealt is not None
     assert given.dealt.amplification > 1.5
     told = re.search(
         r"--shuffle (blocks:\d+)(?: --batch-size (\d+))? reads (.*)×", advised(given, "several read the same")
     )
     assert told is not None
     better = found(folder, workers=workers, batch_size=int(told[2] or batch_size), shuffle=told[1]).dealt
-    assert better is not None
     assert better.amplification < 0.8 * given.dealt.amplification
     assert better.amplification == pytest.approx(float(told[3]), abs=0.006)
 
@@ -288,12 +301,10 @@ def test_options_that_are_told_read_less(workers: int, batch_size: int, shuffle:
 def test_memory_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available", lambda: 100 << 10)
     given = found(folder, workers=4)
-    assert given.dealt is not None
     assert given.dealt.fits is False
     assert "102.4 KB are free here: shuffle fewer blocks" in advised(given, "4 workers need about")
     monkeypatch.setattr(module, "available", lambda: None)
     unknown = found(folder, workers=4).dealt
-    assert unknown is not None
     assert unknown.fits is None
     assert replace(unknown, available=4 * unknown.memory).fits is True
 
@@ -340,7 +351,6 @@ def test_memory_is_that_of_lanes_and_pieces(tmp_path: Path, monkeypatch: pytest.
         for _ in range(16):
             writer.write_table(pa.table({"x": np.zeros(rows)}))
     dealt = found(tmp_path / "a.parquet", workers=4).dealt
-    assert dealt is not None
     assert dealt.memory == pytest.approx(
         4 * (2 * (4 << 20) + (1 << 20)) + 2 * module.GROUP_BYTES + module.AHEAD_BYTES, rel=0.01
     )

@@ -24,7 +24,7 @@ from manyhands.data.shards.decode import DECODERS
 from manyhands.data.shards.find import find
 from manyhands.data.shards.formats.tar import Tar
 from manyhands.data.shards.source import Shards
-from manyhands.data.shards.table import ShardTable
+from manyhands.data.shards.table import ShardTable, counts_soon
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -82,11 +82,17 @@ def arrow_rows(data: Any, columns: Sequence[str] = (), *, members: bool = False)
 
 
 def _of_files(paths: Sequence[str], columns: Sequence[str], members: bool) -> ArrowRows:
-    table = ShardTable.of(find(paths), columns)
-    table.types  # noqa: B018 - checks all files before anything is written
-    batches = (batch for i in range(len(table.blocks)) for batch in table.read(i))
+    files = find(paths)
+    counted = counts_soon(files)
+    table = ShardTable.of(files, columns, counted=counted)
+    table.types  # noqa: B018 - checks the files before anything is written
+    if counted:
+        batches = (batch for i in range(len(table.blocks)) for batch in table.read(i))
+    else:
+        batches = (batch for i in range(len(files)) for batch in table.read_whole(i))
     decoded = isinstance(table.files[0], Tar) and not members
-    return _checked(map(_decoded, batches) if decoded else batches, table.rows, table.memory)
+    found = map(_decoded, batches) if decoded else batches
+    return _checked(found, table.rows, table.memory) if counted else _checked(found, None, table.bytes)
 
 
 def _checked(batches: Iterable[pa.RecordBatch], rows: int | None, memory: int | None = None) -> ArrowRows:

@@ -29,8 +29,9 @@ from manyhands.data.shards.formats.parquet import Parquet
 from manyhands.data.shards.formats.tar import KEY, Tar
 from manyhands.data.shards.formats.writers import WRITERS
 from manyhands.data.shards.host_cache import default_folder
-from manyhands.data.shards.source import AHEAD_BYTES, GROUP_BYTES, LANES, index_cache, shards
-from manyhands.data.shards.table import ShardTable
+from manyhands.data.shards.source import GROUP_BYTES, LANES, index_cache, shards
+from manyhands.data.shards.table import ShardTable, counts_soon
+from manyhands.data.shards.uncounted import AHEAD_BYTES
 from manyhands.data.source import nonempty
 from manyhands.errors import BadInput
 from manyhands.process_memory import available
@@ -38,8 +39,6 @@ from manyhands.process_memory import available
 if TYPE_CHECKING:
     import pyarrow as pa
 
-COUNTED_BYTES = 1 << 30
-"""Files without a footer are read as a whole to count their rows: up to so many bytes, unless `count` says otherwise."""
 _SAMPLED = 64  # rows that are looked at
 _WHOLE_BYTES = 8 << 20  # what Parquet reads at once of a row group
 _TINY_BYTES, _MANY_FILES = 1 << 20, 1000
@@ -88,9 +87,9 @@ class Dealt:
     shuffle: str
     """blocks:K, rows or none."""
     rows: tuple[int, ...]
-    """By worker."""
+    """By worker; () where they are uncounted."""
     blocks: tuple[int, ...]
-    """From which a worker reads."""
+    """Of which a worker reads rows; where they are uncounted, files."""
     bytes: tuple[int, ...]
     """Read from the files; with `rows` each host reads them once, and the number is a worker's share."""
     amplification: float
@@ -137,8 +136,7 @@ class Survey:
     """Bytes."""
     first_rows: tuple[dict[str, str], ...]
     """{column: its value as text}"""
-    dealt: Dealt | None = None
-    """None: uncounted."""
+    dealt: Dealt
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -159,7 +157,7 @@ def survey(
     """What these paths, globs, folders or URLs hold, and what so many workers would read of them.
 
     columns: those that would be read; (): all. shuffle: blocks:K, rows or none. rows: so many first ones are told.
-    count: whether files without a footer are read to count their rows; None: up to COUNTED_BYTES.
+    count: as `counted` of `shards`. Rows that are not counted are estimated from those of the first file.
 
     Raises BadInput for what `shards` would refuse, and for fewer rows in a batch than workers.
     """
@@ -173,10 +171,10 @@ def survey(
     lanes = shards(named, shuffle=choice).lanes
     for path in named:
         _refuse_splits(path)
-    table = ShardTable.of(find(named), columns, index_cache(default_folder()))
-    if count is None:
-        count = isinstance(table.files[0], Parquet | Arrow) or table.bytes <= COUNTED_BYTES
-    seen = table if count else replace(table, files=table.files[:1])
+    files = find(named)
+    count = counts_soon(files) if count is None else count
+    table = ShardTable.of(files, columns, index_cache(default_folder()), count)
+    seen = table if count else replace(table, files=table.files[:1], counted=True)
     nonempty(seen.rows, units.listed(named, 3))
     return _of_table(named, table, seen, _Asked(workers, batch_size, shuffle, lanes), rows)
 
@@ -207,6 +205,7 @@ def _of_table(named: list[str], table: ShardTable, seen: ShardTable, asked: _Ask
     blocks = [block for _, block in seen.blocks]
     stored, memory = facts.shares(list(seen.types))
     decoded = sum(column.bytes for column in facts.columns)
+    dealt = _dealt(table, asked, stored, decoded) if seen is table else _dealt_files(table, asked)
     found = Survey(
         paths=tuple(named),
         format=type(shard).__name__,
@@ -223,14 +222,13 @@ def _of_table(named: list[str], table: ShardTable, seen: ShardTable, asked: _Ask
         row_stored=stored * seen.bytes / seen.rows,
         row_decoded=decoded,
         first_rows=tuple(facts.first_rows(rows)),
+        dealt=dealt,
     )
-    if seen is table:
-        found = replace(found, dealt=_dealt(found, table, asked, stored))
     return replace(found, advice=(*_advice(found, table, asked), *facts.advice))
 
 
-def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dealt:
-    """share: of the stored bytes, those of the columns that are read."""
+def _dealt(table: ShardTable, asked: _Asked, share: float, row_bytes: float) -> Dealt:
+    """share: of the stored bytes, those of the columns that are read. row_bytes: of a decoded row."""
     blocks = [block for _, block in table.blocks]
     by_rows = asked.shuffle == "rows"
     read = readers(_order(table, asked), asked.batch_size, asked.workers)
@@ -240,10 +238,10 @@ def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dea
     else:
         of_workers = [sum(stored[block] for block in own) for own in read.blocks]
     piece = max(
-        int(max(block.piece_rows * found.row_decoded, min(block.memory, PIECE_BYTES))) for block in blocks if block.rows
+        int(max(block.piece_rows * row_bytes, min(block.memory, PIECE_BYTES))) for block in blocks if block.rows
     )
-    lanes = 1 if by_rows else max(read.lanes)
-    under_way, everything = _held_by_open(table, share), int(found.row_decoded * table.rows)
+    lanes = 1 if by_rows else max(read.open)
+    under_way, everything = _held_by_open(table, share), int(row_bytes * table.rows)
     return Dealt(
         workers=asked.workers,
         batch_size=asked.batch_size,
@@ -255,6 +253,27 @@ def _dealt(found: Survey, table: ShardTable, asked: _Asked, share: float) -> Dea
         memory=min(lanes * (2 * piece + under_way), 2 * everything)
         + min(2 * GROUP_BYTES + AHEAD_BYTES, 2 * everything),
         disk=table.memory if by_rows else 0,
+        available=available(),
+    )
+
+
+def _dealt_files(table: ShardTable, asked: _Asked) -> Dealt:
+    """Of rows that nobody has counted: whole files are dealt, or every worker reads all."""
+    sizes = [one.file.size for one in table.files]
+    order = np.random.default_rng((0, 0)).permutation(len(sizes)) if asked.shuffle != "none" else np.arange(len(sizes))
+    apart = len(sizes) >= asked.workers
+    own = [order[rank :: asked.workers] if apart else order for rank in range(asked.workers)]
+    of_workers = tuple(sum(sizes[i] for i in files) for files in own)
+    under_way = max(1, asked.lanes // asked.workers if apart else asked.lanes) if asked.shuffle != "none" else 1
+    return Dealt(
+        workers=asked.workers,
+        batch_size=asked.batch_size,
+        shuffle=asked.shuffle,
+        rows=(),
+        blocks=tuple(map(len, own)),
+        bytes=of_workers,
+        amplification=sum(of_workers) / max(1, sum(sizes)),
+        memory=under_way * 2 * PIECE_BYTES + AHEAD_BYTES,
         available=available(),
     )
 
@@ -494,7 +513,11 @@ def _advice(found: Survey, table: ShardTable, asked: _Asked) -> Iterator[str]:
             f"{units.count(len(packed), 'file')} packed with gzip: a worker unpacks a file from its beginning to reach a row. Write without, "
             f"{again}"
         )
-    elif dealt is not None and asked.shuffle.startswith("blocks:") and found.blocks < max(asked.workers, asked.lanes):
+    elif (
+        found.rows is not None
+        and asked.shuffle.startswith("blocks:")
+        and found.blocks < max(asked.workers, asked.lanes)
+    ):
         shared = f", and each is read by several of {asked.workers} workers" if found.blocks < asked.workers else ""
         few = f"rows of {asked.lanes} blocks are to be mixed, and there {'is' if found.blocks == 1 else 'are'} {units.count(found.blocks, word)}{shared}"
         if table.memory <= IN_MEMORY_BYTES:
@@ -517,9 +540,9 @@ def _advice(found: Survey, table: ShardTable, asked: _Asked) -> Iterator[str]:
             f"{found.files:,} files, half of them of {units.size(found.file_bytes.median)} or less: opening one costs more than reading it. "
             f"Write fewer, {again}"
         )
-    if dealt is None:
-        return
-    if asked.shuffle == "none" and asked.workers > 1:
+    if found.rows is None:
+        yield from _advice_on_files(found, asked, again)
+    elif asked.shuffle == "none" and asked.workers > 1:
         yield (
             f"without shuffling each of {asked.workers} workers has some of any {asked.batch_size} neighbouring rows, and so reads nearly all "
             "files: --shuffle blocks:16, if the order does not matter"
@@ -537,11 +560,25 @@ def _advice(found: Survey, table: ShardTable, asked: _Asked) -> Iterator[str]:
         )
 
 
+def _advice_on_files(found: Survey, asked: _Asked, again: str) -> Iterator[str]:
+    """Where rows are uncounted, whole files are dealt."""
+    if found.files < asked.workers:
+        yield (
+            f"{units.count(found.files, 'file')} for {asked.workers} workers: where rows are not counted, each worker reads all files. Write at "
+            f"least {asked.workers} ({again}), or give counted=True"
+        )
+    elif asked.workers > 1 and found.files > 2 and found.file_bytes.most > _UNEVEN * found.file_bytes.median:
+        yield (
+            f"the largest file has {units.times(found.file_bytes.most / max(1, found.file_bytes.median))} the bytes of the median one, and "
+            f"where rows are not counted, a worker reads whole files: others are out of rows long before. Write even ones, {again}"
+        )
+
+
 def _less_read(table: ShardTable, asked: _Asked, now: float) -> str:
     """The options that deal rows such that fewer blocks are read by several workers; "" where none are much better.
 
-    Slices of a batch and lanes have the same borders where the lanes are a multiple of the workers, and the rows of a batch
-    of the lanes.
+    Slices of a batch and slots have the same borders where the slots are a multiple of the workers, and the rows of a batch
+    of the slots.
     """
     blocks = [block.bytes for _, block in table.blocks]
     near = sorted((asked.workers * i for i in range(1, 65)), key=lambda lanes: abs(lanes - asked.lanes))[:4]
