@@ -54,6 +54,7 @@ def command(words: list[str]) -> Result:
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for part in of("python"):
@@ -73,6 +74,7 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of README's own script have a test of their own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
     for i, words in enumerate(commands(page)):
         if not {"train.py", "prepared.py"} & set(words):
@@ -85,6 +87,7 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=title)
 def test_slow_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
     for i, words in enumerate(commands(page, SLOW)):
         follow(words, tmp_path / str(i))
