@@ -17,11 +17,13 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.feed import Feed
 from manyhands.data.open_source import is_function, open_source
 from manyhands.data.ragged import Ragged
+from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import DatasetRows
 from manyhands.data.readers.files import numpy_file
 from manyhands.data.readers.streams import Stream
 from manyhands.data.shards.decode import DECODERS
 from manyhands.data.shards.find import find
+from manyhands.data.shards.formats import base
 from manyhands.data.shards.formats.tar import Tar
 from manyhands.data.shards.source import Shards
 from manyhands.data.shards.table import ShardTable, counts_soon
@@ -30,7 +32,7 @@ from manyhands.errors import BadInput
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_AT_ONCE = 256  # rows that are loaded together
+_AT_ONCE, _MOST_AT_ONCE = 256, 1 << 16  # rows that are loaded together; of arrays in memory
 _ONLY = "x"  # the name of a column that has none
 
 
@@ -76,9 +78,15 @@ def arrow_rows(data: Any, columns: Sequence[str] = (), *, members: bool = False)
     source = replace(data, shuffle=False).open(list) if by_row else open_source(data)
     if not by_row and isinstance(source, DatasetRows | Stream):
         by_row, source = True, open_source(data, collate=list)
-    feed = Feed(source, batch_size=source.batch_size or _AT_ONCE, shuffle=False)
+    at_once = _rows_of_a_piece(source) if isinstance(source, Columns) else _AT_ONCE
+    feed = Feed(source, batch_size=source.batch_size or at_once, shuffle=False)
     found = (_of_rows(part.batch) if by_row else _of_columns(part.batch) for part in feed.epoch(0))
     return _checked((_named(batch, columns) for batch in found), source.rows)
+
+
+def _rows_of_a_piece(source: Columns) -> int:
+    row = sum(array.nbytes for array in _of_columns(source.take(range(1))).values())
+    return int(max(1, min(_MOST_AT_ONCE, base.PIECE_BYTES // max(1, row))))
 
 
 def _of_files(paths: Sequence[str], columns: Sequence[str], members: bool) -> ArrowRows:
