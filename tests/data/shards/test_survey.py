@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -139,6 +140,16 @@ def test_uncounted_rows_are_estimated_and_whole_files_are_dealt(tmp_path: Path) 
     assert "the largest file has 19.8× the bytes" in advised(found(tmp_path, count=False, workers=2), "whole files")
 
 
+def test_files_behind_a_url_are_counted_only_where_that_is_asked_for() -> None:
+    try:
+        mh.write_shards({"cls": np.arange(5)}, "memory://surveyed/a.tar")
+        assert found("memory://surveyed/a.tar").rows is None
+        assert found("memory://surveyed/a.tar", count=True).rows == 5
+        assert found("memory://surveyed/a.tar", shuffle="rows").rows == 5
+    finally:
+        fsspec.filesystem("memory").rm("surveyed", recursive=True)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_uncounted_files_are_dealt_as_they_will_be(workers: int, tmp_path: Path) -> None:
     for i in range(5):
@@ -216,6 +227,7 @@ def test_folders_of_hugging_face(tmp_path: Path) -> None:
     [
         ({"shuffle": "blocks:0"}, 'or "blocks:K"'),
         ({"shuffle": "some"}, "shuffle must be blocks:K, rows or none, not 'some'"),
+        ({"shuffle": "rows", "count": False}, "shuffle=True draws from all rows by their numbers"),
         ({"workers": 100}, "batch_size=64 leaves some of the 100 workers without a row"),
     ],
 )

@@ -131,6 +131,15 @@ def test_a_tar_has_members_that_webdataset_and_others_read(tmp_path: Path) -> No
     assert (tmp_path / "b.tar").read_bytes() == (tmp_path / "a.tar").read_bytes()
 
 
+def test_members_of_any_length_are_padded_to_records(tmp_path: Path) -> None:
+    lengths = [0, 1, 511, 512, 513, 1024]
+    write_shards([{"raw": bytes(n), "cls": n} for n in lengths], tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert [info.size for info in tar if info.name.endswith("raw")] == lengths
+    assert os.path.getsize(tmp_path / "a.tar") == 512 * (2 * 6 + 6 + (0 + 1 + 1 + 1 + 2 + 2) + 2)
+    assert table(tmp_path / "a.tar")["cls"].to_pylist() == lengths
+
+
 def test_rows_of_a_tar_are_numbered_through_all_files(tmp_path: Path) -> None:
     write_shards({"cls": np.arange(5)}, tmp_path / "out", format="tar", rows_per_file=2)
     assert table(tmp_path / "out")["__key__"].to_pylist() == [f"{i:09d}" for i in range(5)]
@@ -291,6 +300,16 @@ def test_rows_that_a_format_cannot_hold_leave_nothing(
     with pytest.raises(BadInput, match=message):
         write_shards(pa.table(columns), tmp_path / "out", format=format, rows_per_file=3)
     assert left(tmp_path) == (["out"] if there else [])
+
+
+def test_files_under_way_are_none_of_the_folder(tmp_path: Path) -> None:
+    """Who reads the folder meanwhile finds no rows, not some."""
+    seen: list[list[str]] = []
+    write_shards(
+        {"x": np.arange(10)}, tmp_path / "out", rows_per_file=4, progress=lambda done, all: seen.append(left(tmp_path))
+    )
+    assert seen == [[*(f".part-{i:05d}.parquet.part" for i in range(3)), "out"]]
+    assert len(left(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

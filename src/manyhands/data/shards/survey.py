@@ -168,11 +168,11 @@ def survey(
     named = [str(path) for path in paths]
     if len(named) == 1 and Path(named[0]).suffix.lower() in (".npz", ".npy"):
         return _of_arrays(named[0], columns, workers, batch_size, shuffle, rows)
-    lanes = shards(named, shuffle=choice).lanes
+    lanes = shards(named, shuffle=choice, counted=count).lanes
     for path in named:
         _refuse_splits(path)
     files = find(named)
-    count = counts_soon(files) if count is None else count
+    count = shuffle == "rows" or counts_soon(files) if count is None else count
     table = ShardTable.of(files, columns, index_cache(default_folder()), count)
     seen = table if count else replace(table, files=table.files[:1], counted=True)
     nonempty(seen.rows, units.listed(named, 3))
