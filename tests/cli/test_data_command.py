@@ -59,8 +59,8 @@ def test_json_is_the_survey() -> None:
 def test_no_line_is_wider_than_the_terminal(workers: int, width: int) -> None:
     columns = {f"a_long_name_of_column_{i}": np.array(["a long value " * 5] * 10) for i in range(8)}
     mh.write_shards(columns, "wide.parquet")
-    for path in ("rows", "wide.parquet"):
-        shown = text(survey([path], workers=workers, shuffle="blocks:3"), width)
+    for path, count in (("rows", True), ("rows", False), ("wide.parquet", True)):
+        shown = text(survey([path], workers=workers, shuffle="blocks:3", count=count), width)
         assert max(map(len, shown.splitlines())) <= width
     assert "more columns" in shown
     assert "a_long_name_of_column_0" in shown
@@ -76,7 +76,7 @@ def test_uncounted_rows() -> None:
     mh.write_shards({"cls": np.arange(400)}, "tars", format="tar", rows_per_file=100)
     shown = invoke("tars", "--no-count").stdout
     assert "tars: Tar, about 400 rows" in shown
-    assert "uncounted, so that whole files are dealt" in shown
+    assert "uncounted: whole files are dealt" in shown
     assert "1 block in the first file: 100 rows" in shown
     assert [line.split()[:2] for line in shown.splitlines() if line.startswith("  0 ")] == [["0", "4"]]
     assert "tars: Tar, 400 rows" in invoke("tars").stdout

@@ -48,8 +48,8 @@ def data(
     [bold]manyhands data images.tar --to rows.parquet[/bold]
     [bold]manyhands data rows.csv --to rows/ --format tfrecord --rows-per-file 100000 --shuffle rows[/bold]
 
-    Formats: Parquet, Arrow, TFRecord, tar (webdataset's layout), CSV, JSON lines and
-    text. What is better changed before training stands at the end, under advice.
+    Formats: Parquet, Arrow, TFRecord, tar (webdataset's layout), CSV, JSON lines
+    and text. What is better changed before training stands last, under advice.
     """
     given = {name for name in (*_OF_SURVEY, *_OF_WRITING) if _is_given(ctx, name)}
     wanted = [] if columns is None else [name.strip() for name in columns.split(",")]
@@ -118,7 +118,7 @@ def _show(
 def text(found: Survey, width: int = WIDTH) -> str:
     """All of a survey, in so many columns at most."""
     width = max(NARROWEST, width)
-    parts = [_files(found), _columns(found, width), _dealing(found.dealt, width)]
+    parts = [_files(found, width), _columns(found, width), _dealing(found.dealt, width)]
     if found.first_rows:
         parts.append(_first_rows(found.first_rows, width))
     if found.advice:
@@ -126,14 +126,14 @@ def text(found: Survey, width: int = WIDTH) -> str:
     return "\n\n".join(parts)
 
 
-def _files(found: Survey) -> str:
+def _files(found: Survey, width: int) -> str:
     from manyhands.data.shards.survey import block_word
 
     size = units.size
     rows = units.count(found.rows, "row") if found.rows is not None else f"about {units.count(found.about_rows, 'row')}"
     lines = [f"{units.listed(found.paths, 3)}: {found.format}, {rows}, {size(found.bytes)}"]
     if found.rows is None:
-        lines.append("  rows     uncounted, so that whole files are dealt; counted=True (--count) reads all once first")
+        lines.append("  rows     uncounted: whole files are dealt, unless counted=True (--count)")
     lines.append(f"  files    {found.files:,}" + _spread(found.file_bytes, size, found.files))
     word = block_word(found.format)
     where = "" if found.rows is not None else " in the first file"
@@ -143,7 +143,7 @@ def _files(found: Survey) -> str:
     )
     lines.append(f"           largest: {size(found.block_bytes.most)} stored, {size(found.block_memory.most)} decoded")
     lines.append(f"  a row    {size(found.row_stored)} stored, {size(found.row_decoded)} decoded")
-    return "\n".join(lines)
+    return "\n".join(_filled(line, width, " " * 11) for line in lines)
 
 
 def _spread(spread: Spread, say: Callable[[float], str], many: int) -> str:
@@ -195,7 +195,7 @@ def _dealing(dealt: Dealt, width: int) -> str:
     lines.append(f"  memory of a worker for reading: {needs}")
     if dealt.disk:
         lines.append(f"  disk of each host for decoded rows: about {size(dealt.disk)}")
-    return "\n".join(line if "\n" in line else textwrap.fill(line, width, subsequent_indent="    ") for line in lines)
+    return "\n".join(line if "\n" in line else _filled(line, width, " " * 4) for line in lines)
 
 
 def _fits(dealt: Dealt) -> str:
@@ -230,7 +230,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
-def _item(line: str, width: int, mark: str = "- ") -> str:
-    return textwrap.fill(
-        line, width, initial_indent=mark, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
+def _item(line: str, width: int) -> str:
+    return _filled(f"- {line}", width, "  ")
+
+
+def _filled(line: str, width: int, indent: str) -> str:
+    """In as many lines as it takes, the further ones indented."""
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)

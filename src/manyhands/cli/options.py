@@ -285,7 +285,10 @@ DataColumns = Annotated[
 DataRows = Annotated[int, _run("--rows", help="How many first rows are shown.", min=0)]
 DataCount = Annotated[
     bool | None,
-    _run("--count/--no-count", help="Read files that do not say how many rows they have; default: up to 1 GB of them."),
+    _run(
+        "--count/--no-count",
+        help="Read whole files that do not say how many rows they have; default: those of this machine.",
+    ),
 ]
 DataTo = Annotated[
     str | None,

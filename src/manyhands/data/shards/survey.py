@@ -273,7 +273,7 @@ def _dealt_files(table: ShardTable, asked: _Asked) -> Dealt:
         blocks=tuple(map(len, own)),
         bytes=of_workers,
         amplification=sum(of_workers) / max(1, sum(sizes)),
-        memory=under_way * 2 * PIECE_BYTES + AHEAD_BYTES,
+        memory=min(under_way * 2 * PIECE_BYTES, 2 * sum(sizes)) + min(AHEAD_BYTES, 2 * sum(sizes)),
         available=available(),
     )
 
@@ -597,7 +597,7 @@ def _rewrite(found: Survey, asked: _Asked) -> str:
     """The command that writes files with a few blocks for each that is mixed and for each worker."""
     own = f".{found.format.lower()}"
     format = own if own in WRITERS else ".parquet"
-    wanted = _BLOCKS_EACH * max(asked.lanes, asked.workers)
+    wanted = _BLOCKS_EACH * (asked.workers if found.rows is None else max(asked.lanes, asked.workers))
     memory = int(found.row_decoded * found.about_rows)
     size = ""
     if memory // wanted < BLOCK_BYTES and WRITERS[format].in_blocks:
