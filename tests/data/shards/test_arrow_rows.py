@@ -19,6 +19,11 @@ from manyhands.data.shards.arrow_rows import arrow_rows
 from manyhands.errors import BadInput
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path.parent / "cache"))
+
+
 def table(data: Any, columns: Any = ()) -> pa.Table:
     rows = arrow_rows(data, columns)
     return pa.Table.from_batches(list(rows.batches), rows.schema)
