@@ -357,7 +357,7 @@ def test_values_in_a_few_words() -> None:
 
 
 def test_memory_is_that_of_lanes_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 row groups of 8 MB, two pieces each: of 4 lanes, two pieces of 4 MB and the stored row group."""
+    """16 row groups of 8 MB, in pieces: of 4 lanes, two pieces each and what an open row group holds."""
     monkeypatch.setattr(module, "_held_by_open", lambda table, share: 1 << 20)
     rows = (8 << 20) // 8
     with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("x", pa.float64())]), use_dictionary=False) as writer:
@@ -365,5 +365,5 @@ def test_memory_is_that_of_lanes_and_pieces(tmp_path: Path, monkeypatch: pytest.
             writer.write_table(pa.table({"x": np.zeros(rows)}))
     dealt = found(tmp_path / "a.parquet", workers=4).dealt
     assert dealt.memory == pytest.approx(
-        4 * (2 * (4 << 20) + (1 << 20)) + 2 * module.GROUP_BYTES + module.AHEAD_BYTES, rel=0.01
+        4 * (2 * module.PIECE_BYTES + (1 << 20)) + 2 * module.GROUP_BYTES + module.AHEAD_BYTES, rel=0.01
     )
