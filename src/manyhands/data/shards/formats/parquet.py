@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from manyhands.data.shards.formats.base import Block, ShardFile
+from manyhands.data.shards.formats.base import Block, ShardFile, plain, selected
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _FOOTER_BYTES = 1 << 16  # read at least, of a store; row groups are read in lar
 class Parquet(ShardFile):
     @override
     def types(self) -> dict[str, pa.DataType]:
-        return {field.name: _plain(field.type) for field in self._metadata.schema.to_arrow_schema()}
+        return {field.name: plain(field.type) for field in self._metadata.schema.to_arrow_schema()}
 
     @override
     def blocks(self) -> list[Block]:
@@ -38,8 +38,6 @@ class Parquet(ShardFile):
 
     @override
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
-        import pyarrow as pa
-
         self.file.check()
         if missing := [name for name in names if name not in self.types()]:
             raise BadInput(f"{self.file.url} has no column {missing[0]!r}; it has {', '.join(self.types())}")
@@ -53,8 +51,7 @@ class Parquet(ShardFile):
             for batch in file.iter_batches(rows, row_groups=[block.at], columns=list(names), use_threads=False):
                 behind, at = at, at + batch.num_rows
                 if at > start:
-                    arrays = [one.cast(_plain(one.type)) for one in batch.slice(max(0, start - behind)).columns]
-                    yield pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+                    yield selected(batch.slice(max(0, start - behind)), names)
 
     @cached_property
     def _metadata(self) -> pq.FileMetaData:
@@ -82,10 +79,3 @@ class Parquet(ShardFile):
             raise BadInput(
                 f"cannot read {self.file.url} as Parquet: {error}. Check that it is a complete Parquet file"
             ) from error
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Decimals as doubles, which is what they become on their way from Spark, too."""
-    import pyarrow as pa
-
-    return pa.float64() if pa.types.is_decimal(kind) else kind
