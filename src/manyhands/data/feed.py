@@ -238,7 +238,7 @@ def check_partition(source: Source, workers: int, ordered: bool) -> None:
     if ordered:
         raise BadInput(f"partition=fixed says which rows a worker has, and so does the task's order: {todo}")
     if not isinstance(source, Indexed):
-        kind = "a stream has no row numbers" if isinstance(source, Unsized) else "a DataLoader's sampler names them"
+        kind = source.named_by if isinstance(source, Planned) else "a stream has no row numbers"
         raise BadInput(f"partition=fixed deals rows by their numbers, and {kind}: give a dataset or tensors, or {todo}")
     if source.rows < workers:
         raise BadInput(

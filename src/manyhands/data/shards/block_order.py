@@ -129,6 +129,7 @@ class BlockOrder:
         seeds = np.random.SeedSequence((self.seed, self.epoch), spawn_key=(len(key), *key))
         return np.random.default_rng(seeds).permutation(values)
 
+
 class _Stretch(NamedTuple):
     """Rows [first, end) of the epoch, in which the same blocks are open: they give a row each in turn."""
 

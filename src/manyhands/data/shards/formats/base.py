@@ -63,6 +63,7 @@ class ShardFile(ABC):
         """All of a file whose rows nobody has counted, as one block. Not of formats that say how many they are."""
         return Block(0, sys.maxsize, 0, self.file.size, self.file.size)
 
+
 def plain(kind: pa.DataType) -> pa.DataType:
     """The type that a column is read as: decimals as doubles, as on their way from Spark; of a dictionary its values."""
     import pyarrow as pa
