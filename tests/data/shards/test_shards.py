@@ -16,9 +16,9 @@ import torch
 from manyhands.data.feed import Feed
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.data.open_source import open_source
+from manyhands.data.sharding import epoch_order
 from manyhands.data.shards import source as source_module
 from manyhands.data.shards.source import BlockRows, MappedRows, shards
-from manyhands.data.sharding import epoch_order
 from manyhands.errors import BadInput
 from open_files import open_files
 from shard_files import BYTES_OF, numbers, small_blocks, write

@@ -204,7 +204,12 @@ def _as_tensor(name: str, values: Any) -> Any:
             return values
         return torch.from_numpy(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return torch.from_numpy(np.array(values))
+        try:
+            return torch.from_numpy(np.array(values))
+        except TypeError as error:
+            raise BadInput(
+                f"column {name!r} holds numbers of more than 64 bits: make something else of them in decode="
+            ) from error
     if values and isinstance(values[0], np.ndarray):
         shapes = {value.shape for value in values}
         if len(shapes) > 1:

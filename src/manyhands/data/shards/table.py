@@ -143,8 +143,8 @@ class ShardTable:
             shard.file.check()
         if seen != block.rows:
             raise BadInput(
-                f"{shard.file.url} has {seen} rows where {block.rows} were counted: it changed while it was read. Start again, and do "
-                "not write to it during a run"
+                f"{shard.file.url} has {seen} rows where {block.rows} were counted: it is damaged, or changed while it was read. "
+                "Write it again, and not during a run"
             )
 
     def read_whole(self, file: int, cache: HostCache | None = None) -> Iterator[pa.RecordBatch]:

@@ -44,9 +44,9 @@ class Arrow(ShardFile):
             else:
                 source.seek(block.at)
                 batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), reader.schema)
+            batch = selected(batch, names)
             if self.file.local is not None:
                 self.file.counters.add(bytes=block.bytes, reads=1)
-        batch = selected(batch, names)
         for at in range(start, batch.num_rows, block.piece_rows):
             yield batch.slice(at, block.piece_rows)
 

@@ -74,8 +74,12 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def selected(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """These columns, in this order, as `plain` says."""
+    """These columns, in this order, as `plain` says. ArrowInvalid for what is damaged: its offsets would be followed
+    to memory of others, and its texts be no texts.
+    """
     import pyarrow as pa
 
     columns = [batch.column(name) for name in names]
-    return pa.RecordBatch.from_arrays([one.cast(plain(one.type)) for one in columns], names=list(names))
+    found = pa.RecordBatch.from_arrays([one.cast(plain(one.type)) for one in columns], names=list(names))
+    found.validate(full=True)
+    return found

@@ -117,7 +117,7 @@ class Tar(ShardFile):
     def _members(self, stream: BinaryIO, base: int, fetch: bool) -> Iterator[tuple[_Member, bytes]]:
         """The members that belong to rows, with their bytes where `fetch` says so; base: where in the file it begins."""
         at = begin = base
-        name, size_given = "", -1
+        name, size_given = "", ""
         while len(header := stream.read(_RECORD)) == _RECORD and header != _END:
             try:
                 size, own = _size_and_name(header)
@@ -128,9 +128,9 @@ class Tar(ShardFile):
                         name = data.rstrip(b"\x00").decode("utf-8", "surrogateescape")
                     elif kind == b"x":
                         values = _pax(data)
-                        name, size_given = values.get("path", name), int(values.get("size", size_given))
+                        name, size_given = values.get("path", name), values.get("size", size_given)
                     continue
-                size = size if size_given < 0 else size_given
+                size = int(size_given or size)
                 if size < 0:
                     raise ValueError(f"a size of {size}")
             except BadInput:
@@ -153,9 +153,12 @@ class Tar(ShardFile):
                 if member is not None:
                     yield member, b""
             at = begin = end
-            name, size_given = "", -1
+            name, size_given = "", ""
         if 0 < len(header) < _RECORD:
             raise self._damaged(f"the header at byte {at:,} is cut off")
+        if self._packed:
+            while stream.read(PIECE_BYTES):  # the checksum comes last
+                pass
         if not header and not fetch:  # of the whole file
             raise self._damaged(f"it is cut off at byte {at:,}, where the mark of its end is missing")
 
