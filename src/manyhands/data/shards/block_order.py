@@ -105,12 +105,14 @@ class BlockOrder:
             return run.block, run.piece + 1
         return (self._next[run.block], 0) if run.block in self._next else None
 
+    def rows_of(self, block: int, piece: int) -> int:
+        return min(self.piece_rows[block], self.rows[block] - piece * self.piece_rows[block])
+
     def within(self, block: int, piece: int) -> NDArray[np.int64] | None:
         """The order of a piece's rows; None: as they are."""
         if not self.shuffled:
             return None
-        rows = min(self.piece_rows[block], self.rows[block] - piece * self.piece_rows[block])
-        return self._drawn(np.arange(rows), block, piece)
+        return self._drawn(np.arange(self.rows_of(block, piece)), block, piece)
 
     def row_numbers(self, positions: Positions) -> Positions:
         """The numbers in the data of the rows at these positions."""

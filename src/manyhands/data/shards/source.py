@@ -263,6 +263,9 @@ class _Pieces:
                 if (following := self.order.after(run)) is not None:
                     self._request(*following)
         parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
+        for run in runs:
+            if self.ahead and run.stop == self.order.rows_of(run.block, run.piece):  # it will not be asked for again
+                self._held.pop((run.block, run.piece), None)
         while len(self._held) > 2 * len(runs) + _FEW:
             self._held.popitem(last=False)
         ends = np.cumsum([run.stop - run.start for run in runs])

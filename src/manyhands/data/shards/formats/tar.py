@@ -78,8 +78,9 @@ class Tar(ShardFile):
                     held += sum(len(data) for _, data in sample)
                 number += 1
                 if held >= PIECE_BYTES:
-                    yield self._batch(rows, names)
-                    rows, held = [], 0
+                    batch = self._batch(rows, names)
+                    rows, held = [], 0  # now, and not when the next piece is asked for
+                    yield batch
         if rows:
             yield self._batch(rows, names)
 
