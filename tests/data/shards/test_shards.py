@@ -269,7 +269,7 @@ def threads_of_shards() -> list[threading.Thread]:
 
 
 def test_blocks_that_are_read_are_closed(tmp_path: Path) -> None:
-    """Of 40 files of one block each, no more than the lanes and those that come next are open."""
+    """Of 40 files of one block each, no more than two and those that come next are open."""
     (feed,) = feeds(shards(write(tmp_path, "parquet", [12] * 40), shuffle="blocks:2"), batch_size=8)
     before, most = len(open_files()), 0
     for _ in feed.epoch(0):
@@ -296,7 +296,7 @@ def test_with_a_cache_each_block_is_decoded_once(tmp_path: Path, cache_folder: P
     rows = [row for part in Feed(source, batch_size=10).epoch(0) for row in numbers(part.batch)]
     assert sorted(rows) == list(range(70))
     assert source.counters.misses == 10
-    split = source.counters.hits  # blocks of which two lanes have a part each
+    split = source.counters.hits  # blocks that were opened again
     assert split < 10
     read = source.counters.bytes
     list(Feed(source, batch_size=10).epoch(1))

@@ -108,15 +108,15 @@ def test_a_read_in_several_parts_is_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "stream.arrow", "tfrecord", "tar", "csv", "jsonl", "txt"])
-@pytest.mark.parametrize("shuffle", ["blocks:3", True])
+@pytest.mark.parametrize(("shuffle", "counted"), [("blocks:3", True), ("blocks:3", False), (True, True)])
 def test_a_store_that_fails_every_tenth_read(
-    store: str, suffix: str, shuffle: Any, monkeypatch: pytest.MonkeyPatch
+    store: str, suffix: str, shuffle: Any, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row comes once, and what was tried again is counted."""
     small_blocks(monkeypatch)
     rows = files_on(store, suffix, [30, 0, 31, 1])
     monkeypatch.setattr(FailingStore, "every", 10)
-    source = open_source(shards(f"{store}/*.{suffix}", shuffle=shuffle))
+    source = open_source(shards(f"{store}/*.{suffix}", shuffle=shuffle, counted=counted))
     monkeypatch.setattr(FailingStore, "every", 5)
     seen = [row for part in Feed(source, batch_size=8).epoch(0) for row in numbers(part.batch)]
     assert sorted(seen) == list(range(rows))
@@ -228,11 +228,12 @@ def test_a_file_that_changes_between_two_batches(
     assert said.get(change, "it was written again") in str(error.value)
 
 
-def test_a_file_of_a_store_that_is_written_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_file_of_a_store_that_is_written_again(store: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its size or by what its store says of its version."""
     small_blocks(monkeypatch)
     put(f"{store}/a.tar", BYTES_OF["tar"](range(100)))
-    feed = Feed(open_source(shards(f"{store}/a.tar", shuffle=False)), batch_size=8, threads=False)
+    feed = Feed(open_source(shards(f"{store}/a.tar", shuffle=False, counted=counted)), batch_size=8, threads=False)
     slices = feed.epoch(0)
     next(slices)
     put(f"{store}/a.tar", BYTES_OF["tar"](range(100, 200)))

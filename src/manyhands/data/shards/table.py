@@ -136,10 +136,10 @@ class ShardTable:
         """The rows of block `number` from its row `start` on. BadInput where they are not as the index says."""
         file, block = self.blocks[number]
         shard, seen = self.files[file], start
-        for batch in shard.read(block, list(self.types), start):
+        for batch in self._read(shard, block, start):
             seen += batch.num_rows
-            yield self._as_typed(batch, shard)
-        if shard.file.local is not None:  # of a store, what it gives is whole, and each look costs a round trip
+            yield batch
+        if shard.file.local is not None:  # of a store, each look costs a round trip
             shard.file.check()
         if seen != block.rows:
             raise BadInput(
@@ -157,8 +157,16 @@ class ShardTable:
             yield from batches
             return
         for block in shard.blocks() if isinstance(shard, Parquet | Arrow) else [shard.whole()]:
-            for batch in shard.read(block, list(self.types)):
+            yield from self._read(shard, block)
+        shard.file.check()
+
+    def _read(self, shard: ShardFile, block: Block, start: int = 0) -> Iterator[pa.RecordBatch]:
+        try:
+            for batch in shard.read(block, list(self.types), start):
                 yield self._as_typed(batch, shard)
+        except BadInput:
+            shard.file.check()  # what is wrong with it may be that it changed
+            raise
 
     def cached(self, number: int, cache: HostCache) -> list[pa.RecordBatch]:
         """All rows of a block, a record batch for each of its pieces, mapped from the host's cache."""

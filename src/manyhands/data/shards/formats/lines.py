@@ -128,7 +128,7 @@ class Text(_Lines):
     def types(self) -> dict[str, pa.DataType]:
         import pyarrow as pa
 
-        return {"text": pa.large_string()}
+        return {"text": pa.large_string()} if self.file.size else {}
 
     @override
     def parse(self, lines: bytes, names: Sequence[str]) -> pa.Table:

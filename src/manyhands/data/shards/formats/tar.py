@@ -160,7 +160,7 @@ class Tar(ShardFile):
         if self._packed:
             while stream.read(PIECE_BYTES):  # the checksum comes last
                 pass
-        if not header and not fetch:  # of the whole file
+        if not header and (self._packed or at >= self.file.size):  # and not of a block
             raise self._damaged(f"it is cut off at byte {at:,}, where the mark of its end is missing")
 
     def _data(self, stream: BinaryIO, size: int, at: int) -> bytes:
