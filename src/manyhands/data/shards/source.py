@@ -171,6 +171,7 @@ class BlockRows(Planned):
         self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
         self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
         self._aside: _Pieces | None = None
+        self._order: BlockOrder | None = None
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -195,15 +196,18 @@ class BlockRows(Planned):
         return True
 
     def order(self, reading: Reading) -> BlockOrder:
-        shuffled = reading.shuffle and self._shuffle
-        return BlockOrder(
-            rows=tuple(block.rows for _, block in self.table.blocks),
-            piece_rows=tuple(block.piece_rows for _, block in self.table.blocks),
-            lanes=self._lanes if shuffled else 1,
-            seed=reading.seed,
-            epoch=reading.epoch,
-            shuffled=shuffled,
-        )
+        """Made once for an epoch: there may be many thousands of blocks."""
+        shuffled, order = reading.shuffle and self._shuffle, self._order
+        if order is None or (order.seed, order.epoch, order.shuffled) != (reading.seed, reading.epoch, shuffled):
+            order = self._order = BlockOrder(
+                rows=tuple(block.rows for _, block in self.table.blocks),
+                piece_rows=tuple(block.piece_rows for _, block in self.table.blocks),
+                lanes=self._lanes if shuffled else 1,
+                seed=reading.seed,
+                epoch=reading.epoch,
+                shuffled=shuffled,
+            )
+        return order
 
     @override
     def picks(self, reading: Reading) -> Picks:
@@ -220,7 +224,7 @@ class BlockRows(Planned):
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         """What is not read ahead: its pieces stay open for the next one."""
         order = self.order(reading)
-        if self._aside is None or self._aside.order != order:
+        if self._aside is None or self._aside.order is not order:
             if self._aside is not None:
                 self._aside.close()
             self._aside = _Pieces(self.table, order, self._cache, self._threads, ahead=False)
