@@ -246,7 +246,9 @@ class FileReader(ShardReader):
         held: list[Any] = [part.columns for _, _, part in parts]  # type: ignore[attr-defined]
         ends = np.cumsum([len(part) for _, _, part in parts])
         places = np.split(np.arange(ends[-1]), ends[:-1])
-        columns = {name: joined(name, [(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]}
+        columns = {
+            name: joined(name, [(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]
+        }
         numbers = [(shard, first + i) for shard, first, part in parts for i in range(len(part))]
         return self._decoder.batch(columns, lambda i: np.random.default_rng((seed, epoch, *numbers[i])))
 
