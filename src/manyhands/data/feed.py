@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from manyhands.data.batch import columns, to_device
@@ -238,7 +239,7 @@ def check_partition(source: Source, workers: int, ordered: bool) -> None:
     if ordered:
         raise BadInput(f"partition=fixed says which rows a worker has, and so does the task's order: {todo}")
     if not isinstance(source, Indexed):
-        kind = "a stream has no row numbers" if isinstance(source, Unsized) else "a DataLoader's sampler names them"
+        kind = source.named_by if isinstance(source, Planned) else "a stream has no row numbers"
         raise BadInput(f"partition=fixed deals rows by their numbers, and {kind}: give a dataset or tensors, or {todo}")
     if source.rows < workers:
         raise BadInput(
@@ -258,10 +259,21 @@ def check_shard(rank: int, size: int, batch_size: int) -> None:
 
 
 def _bytes(part: Slice) -> int:
-    """About as many as a slice's batch has in memory; what holds objects is not looked into."""
-    if part.batch is None:
-        return 0
-    return sum(getattr(column, "nbytes", 64 * len(column)) for _, column in columns(part.batch))
+    """About as many as a slice's batch has in memory."""
+    return 0 if part.batch is None else sum(_bytes_of(column) for _, column in columns(part.batch))
+
+
+def _bytes_of(value: Any) -> int:
+    """Of a column or what it holds: texts, bytes and arrays as long as they are, other objects as a few numbers."""
+    if isinstance(value, str | bytes):
+        return 64 + len(value)
+    if isinstance(value, Mapping):
+        return 64 + sum(map(_bytes_of, value.values()))
+    if isinstance(value, list | tuple) or getattr(value, "dtype", None) == np.dtype(object):
+        if len(value) and isinstance(value[0], int | float):
+            return 32 * len(value)
+        return 64 + sum(map(_bytes_of, value))
+    return int(getattr(value, "nbytes", 64))
 
 
 def prefetch(

@@ -190,6 +190,8 @@ class Planned(Source):
     """A source with random access: which rows an epoch has, and in which order, is known before they are loaded."""
 
     rows: int
+    named_by = "a DataLoader's sampler names them"
+    """Why rows are not asked for by their numbers, of one that is no Indexed."""
 
     @abstractmethod
     def picks(self, reading: Reading) -> Picks:

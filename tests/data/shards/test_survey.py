@@ -296,10 +296,10 @@ def test_packed_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch_size", "shuffle"), [(12, 64, "blocks:16"), (12, 64, "blocks:24"), (4, 16, "blocks:3")]
+    ("workers", "batch_size", "shuffle"), [(14, 64, "blocks:16"), (12, 64, "blocks:24"), (4, 16, "blocks:3")]
 )
 def test_options_that_are_told_read_less(workers: int, batch_size: int, shuffle: str, folder: Path) -> None:
-    """12 workers and 16 lanes: most lanes have two workers. And what is advised has been tried."""
+    """14 workers and 16 lanes: most lanes have two workers. And what is advised has been tried."""
     given = found(folder, workers=workers, batch_size=batch_size, shuffle=shuffle)
     assert given.dealt.amplification > 1.5
     told = re.search(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class BlockOrder:
         lengths = np.asarray(self.rows, np.int64)
         blocks = np.flatnonzero(lengths)
         if self.shuffled:
-            blocks = np.random.default_rng((self.seed, self.epoch)).permutation(blocks)
+            blocks = self._drawn(blocks)
         ends = np.cumsum(lengths[blocks])
         stretches, following = _stretches(lengths[blocks], ends, self.lanes)
         object.__setattr__(self, "_blocks", blocks)
@@ -85,7 +86,8 @@ class BlockOrder:
     def runs(self, positions: Positions) -> Iterator[Run]:
         """Where these positions lie, neighbours together, in their order."""
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        for first, after in zip([0, *cuts], [*cuts, len(positions)], strict=True):
+        bounds = [0, *cuts, len(positions)] if len(positions) else []
+        for first, after in pairwise(bounds):
             at, end = int(positions[first]), int(positions[after - 1]) + 1
             while at < end:
                 place = int(np.searchsorted(self._ends, at, side="right"))
@@ -112,12 +114,14 @@ class BlockOrder:
             return run.block, run.piece + 1
         return (self._next[run.block], 0) if run.block in self._next else None
 
+    def rows_of(self, block: int, piece: int) -> int:
+        return min(self.piece_rows[block], self.rows[block] - piece * self.piece_rows[block])
+
     def within(self, block: int, piece: int) -> NDArray[np.int64] | None:
         """The order of a piece's rows; None: as they are."""
         if not self.shuffled:
             return None
-        rows = min(self.piece_rows[block], self.rows[block] - piece * self.piece_rows[block])
-        return np.random.default_rng((self.seed, self.epoch, block, piece)).permutation(rows)
+        return self._drawn(np.arange(self.rows_of(block, piece)), block, piece)
 
     def row_numbers(self, positions: Positions) -> Positions:
         """The numbers in the data of the rows at these positions."""
@@ -128,6 +132,13 @@ class BlockOrder:
             own = np.arange(start, stop) if order is None else order[start:stop]
             found.append(firsts[block] + piece * self.piece_rows[block] + own)
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _drawn(self, values: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
+        """Shuffled, for each key in a way of its own. (Words of a seed end in zeros that count for nothing: (1, 2) draws what
+        (1, 2, 0) does; those of a spawn key do not.)
+        """
+        seeds = np.random.SeedSequence((self.seed, self.epoch), spawn_key=(len(key), *key))
+        return np.random.default_rng(seeds).permutation(values)
 
 
 class _Stretch(NamedTuple):

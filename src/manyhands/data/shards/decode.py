@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 
 Stored = Any  # np.ndarray [rows, …], or an Arrow array of texts or bytes
 
-_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count", "label", "target")
+_NUMBERS = ("cls", "cls2", "class", "index", "inx", "id", "count", "label", "target")
 _TEXTS = ("txt", "text", "transcript")
 _IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm", "webp", "bmp")
 _TASKS = 8  # that the rows of a batch are cut into
 _PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
-def stored_columns(batch: pa.RecordBatch, order: np.ndarray[Any, Any] | None = None) -> dict[str, Stored]:
-    """{column: its values, in this order of the rows}; texts and bytes stay Arrow's."""
+def stored_columns(batch: pa.RecordBatch, what: str, order: np.ndarray[Any, Any] | None = None) -> dict[str, Stored]:
+    """{column: its values, in this order of the rows}; texts and bytes stay Arrow's. BadInput, naming `what`, for missing
+    values and lists of different lengths.
+    """
     import pyarrow as pa
 
     columns: dict[str, Stored] = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        if _is_text(field.type):
+        if _is_text(field.type) and not column.null_count:
             columns[field.name] = column if order is None else column.take(pa.array(order))
         else:
-            array = arrow_array(column, f"column {field.name!r}")
+            array = arrow_array(column, f"column {field.name!r} of {what}")
             columns[field.name] = array if order is None else np.take(array, order, axis=0)
     return columns
 
@@ -55,11 +57,19 @@ def _is_text(kind: pa.DataType) -> bool:
     )
 
 
-def joined(parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> Any:
-    """One column of parts, each with the places that its rows get: an array, or a list of texts or bytes."""
+def joined(name: str, parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> Any:
+    """Column `name` of parts, each with the places that its rows get: an array, or a list of texts or bytes.
+
+    BadInput for lists of different lengths.
+    """
     first, _ = parts[0]
     rows = sum(len(places) for _, places in parts)
     if isinstance(first, np.ndarray):
+        if len(shapes := {part.shape[1:] for part, _ in parts}) > 1:
+            listed = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+            raise BadInput(
+                f"column {name!r} holds lists of different lengths ({listed}): pad them to one length, or give a Dataset and collate"
+            )
         column = np.empty((rows, *first.shape[1:]), first.dtype)
         for part, places in parts:
             column[places] = part
@@ -86,7 +96,10 @@ class RowDecoder:
     @cached_property
     def draws(self) -> bool:
         """Whether `decode` asks for random numbers."""
-        return self.decode is not None and "rng" in inspect.signature(self.decode).parameters
+        try:
+            return self.decode is not None and "rng" in inspect.signature(self.decode).parameters
+        except ValueError:  # some types of Python's own, `dict` for one, have no signature
+            return False
 
     def batch(self, columns: Mapping[str, Any], rngs: Callable[[int], np.random.Generator]) -> Any:
         """columns: as `joined` makes them. rngs: the Generator of a row, by its place in the batch."""
@@ -144,7 +157,7 @@ def _member(suffix: str, value: bytes, name: str) -> Any:
 
 
 def _image(data: bytes) -> np.ndarray[Any, Any]:
-    """uint8 [height, width, 3], or [height, width] of one in grey."""
+    """uint8 [height, width, 3], or [height, width] of one in grey; one with more than 8 bits stays so."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -152,7 +165,7 @@ def _image(data: bytes) -> np.ndarray[Any, Any]:
             f"images in tars need Pillow ({error}): pip install pillow, or give decode=, a function of the row"
         ) from error
     with Image.open(io.BytesIO(data)) as image:
-        return np.asarray(image if image.mode == "L" else image.convert("RGB"))
+        return np.asarray(image if image.mode in ("L", "F") or image.mode.startswith("I") else image.convert("RGB"))
 
 
 def _npys(values: Sequence[bytes]) -> np.ndarray[Any, Any] | None:
@@ -179,7 +192,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(_NUMBERS, int),
     **dict.fromkeys(_TEXTS, bytes.decode),
     **dict.fromkeys(_IMAGES, _image),
-    "json": json.loads,
+    **dict.fromkeys(("json", "jsn"), json.loads),
     "npy": _npy,
 }
 """By suffix."""
@@ -191,7 +204,12 @@ def _as_tensor(name: str, values: Any) -> Any:
             return values
         return torch.from_numpy(values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("=")))
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return torch.from_numpy(np.array(values))
+        try:
+            return torch.from_numpy(np.array(values))
+        except TypeError as error:
+            raise BadInput(
+                f"column {name!r} holds numbers of more than 64 bits: make something else of them in decode="
+            ) from error
     if values and isinstance(values[0], np.ndarray):
         shapes = {value.shape for value in values}
         if len(shapes) > 1:

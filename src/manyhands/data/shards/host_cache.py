@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,13 @@ class HostCache:
     folder: Path
     limit: int | None = None
     """Bytes; None: half of what was free at first."""
-    _maps: dict[str, list[pa.RecordBatch]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / f"{os.getpid()}-{time.monotonic_ns()}{_UNFINISHED}"
-            probe.write_bytes(b"\0" * 4096)
-            probe.unlink()
+            with _replacing(self.folder / "probe", keep=False) as probe, probe.open("wb") as file:
+                file.write(b"\0" * 4096)
+                _locked(file.fileno())
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             raise BadInput(
@@ -75,85 +75,38 @@ class HostCache:
             )
 
     def has(self, key: str) -> bool:
-        return key in self._maps or self._path(key).exists()
+        return self._path(key).exists()
 
     def block(self, key: str, make: Callable[[], Iterable[pa.RecordBatch]]) -> tuple[list[pa.RecordBatch], bool]:
         """(the record batches of a block, mapped; whether they were there). `make` reads them, on one worker."""
-        if (found := self._maps.get(key)) is not None:
-            return found, True
         path = self._path(key)
-        batches, was_there = self._mapped(path), True
-        while batches is None:
-            with self._written_by_us(path) as file:
-                if file is None:
-                    batches = self._mapped(path)
-                    continue
-                was_there = False
-                _write(path, file, make())
-            batches = self._mapped(path)
-            self._drop_oldest(path)
-        self._maps[key] = batches
-        return batches, was_there
-
-    def forget(self, key: str) -> None:
-        """Its mapping is not needed now."""
-        self._maps.pop(key, None)
+        try:
+            while (batches := _mapped(path)) is None:
+                with _written_by_us(path) as file:
+                    if file is not None:
+                        batches = _written(path, file, make())
+                if batches is not None:
+                    self._drop_oldest(path)
+                    return batches, False
+        except OSError as error:
+            raise ManyhandsError(
+                f"the cache folder {self.folder} cannot be used ({error.strerror or error}): give a smaller cache=, or another folder, and "
+                "resume the run"
+            ) from error
+        return batches, True
 
     def json(self, key: str, make: Callable[[], Any]) -> Any:
-        """A value that is made once, as JSON."""
+        """A value that is made once, as JSON; where it cannot be kept, each time."""
         path = self.folder / f"{key}.json"
-        try:
+        with suppress(OSError, ValueError):
             return json.loads(path.read_text())
-        except (FileNotFoundError, ValueError):
-            value = make()
-            temporary = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
-            temporary.write_text(json.dumps(value))
-            temporary.replace(path)
-            return value
+        value = make()
+        with suppress(OSError), _replacing(path) as unfinished:
+            unfinished.write_text(json.dumps(value))
+        return value
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{_BLOCK}"
-
-    @staticmethod
-    def _mapped(path: Path) -> list[pa.RecordBatch] | None:
-        import pyarrow as pa
-
-        try:
-            os.utime(path)
-            with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-                return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        except FileNotFoundError:
-            return None
-        except pa.ArrowInvalid:  # a crash of the machine left it half written
-            path.unlink(missing_ok=True)
-            return None
-
-    @contextmanager
-    def _written_by_us(self, path: Path) -> Iterator[int | None]:
-        """A descriptor of the locked, empty file to write to; None where another has written it, or is gone, meanwhile."""
-        unfinished = path.with_suffix(_UNFINISHED)
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            waited, size = time.monotonic(), -1
-            while not _locked(file):
-                if (now := os.fstat(file).st_size) != size:
-                    waited, size = time.monotonic(), now
-                if time.monotonic() - waited > _SILENT_S:
-                    raise ManyhandsError(
-                        f"another process has held {unfinished} for {_SILENT_S:.0f} s without writing to it: end it, or delete the file"
-                    )
-                time.sleep(_POLL_S)
-            ours = not path.exists() and unfinished.exists() and os.path.samestat(os.fstat(file), os.stat(unfinished))
-            if ours:
-                os.ftruncate(file, 0)
-            try:
-                yield file if ours else None
-            except BaseException:
-                if ours:
-                    unfinished.unlink(missing_ok=True)
-                raise
-        finally:
-            os.close(file)
 
     def _held(self) -> int:
         return sum(size for _, size, _ in self._files())
@@ -177,15 +130,74 @@ class HostCache:
         for _, size, path in files:
             if over <= 0:
                 return
-            if path == newest or (path.suffix == _UNFINISHED and not _left_behind(path)):
-                continue
-            path.unlink(missing_ok=True)
-            over -= size
+            if path != newest and (path.suffix != _UNFINISHED or _left_behind(path)):
+                path.unlink(missing_ok=True)
+                over -= size
 
 
 def key_of(*what: Any) -> str:
     """The name of what these values make, JSON all of them."""
     return hashlib.sha256(json.dumps([_FORMAT, *what]).encode()).hexdigest()[:40]
+
+
+def _mapped(path: Path) -> list[pa.RecordBatch] | None:
+    """None: it is not there, or no longer, since it was not whole."""
+    import pyarrow as pa
+
+    try:
+        os.utime(path)
+        return _record_batches(path)
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None):
+            raise
+        path.unlink(missing_ok=True)  # a crash of the machine left it half written
+        return None
+
+
+def _record_batches(path: Path) -> list[pa.RecordBatch]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+
+@contextmanager
+def _written_by_us(path: Path) -> Iterator[int | None]:
+    """A descriptor of the locked, empty file to write to; None where another has written it, or is gone, meanwhile."""
+    unfinished = path.with_suffix(_UNFINISHED)
+    file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        ours = _wait_for_lock(file, path) and not path.exists() and _is_at(file, unfinished)
+        try:
+            if ours:
+                os.ftruncate(file, 0)
+            yield file if ours else None
+        except BaseException:
+            if ours:
+                unfinished.unlink(missing_ok=True)
+            raise
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not, where a process forked meanwhile has it, too
+        os.close(file)
+
+
+def _wait_for_lock(file: int, path: Path) -> bool:
+    """False: what another wrote is there. ManyhandsError where nobody writes."""
+    waited, size = time.monotonic(), -1
+    while not _locked(file):
+        if path.exists():
+            return False
+        if (now := os.fstat(file).st_size) != size:
+            waited, size = time.monotonic(), now
+        if time.monotonic() - waited > _SILENT_S:
+            raise ManyhandsError(
+                f"another process has held {path.with_suffix(_UNFINISHED)} for {_SILENT_S:.0f} s without writing to it: end it, or delete "
+                "the file"
+            )
+        time.sleep(_POLL_S)
+    return True
 
 
 def _locked(file: int) -> bool:
@@ -196,32 +208,51 @@ def _locked(file: int) -> bool:
     return True
 
 
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is the one of this name, and not one that was removed."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _left_behind(path: Path) -> bool:
-    """Whether nobody writes to an unfinished file any more."""
+    """Whether nobody writes to an unfinished file any more; then it is removed, while it is locked."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return _locked(file)
+        if left := _locked(file) and _is_at(file, path):
+            path.unlink(missing_ok=True)
+        return left
     finally:
         os.close(file)
 
 
-def _write(path: Path, file: int, batches: Iterable[pa.RecordBatch]) -> None:
+def _written(path: Path, file: int, batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """What was written, mapped; before it has its name, since others may remove it then, to have room."""
     import pyarrow as pa
 
-    unfinished = path.with_suffix(_UNFINISHED)
+    unfinished, writer = path.with_suffix(_UNFINISHED), None
+    with os.fdopen(os.dup(file), "wb") as sink:
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(sink, batch.schema)
+            writer.write_batch(batch)
+        if writer is not None:
+            writer.close()
+    mapped = _record_batches(unfinished)
+    unfinished.replace(path)
+    return mapped
+
+
+@contextmanager
+def _replacing(path: Path, keep: bool = True) -> Iterator[Path]:
+    """A file to write to, which then is `path`, unless writing fails."""
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
     try:
-        writer = None
-        with os.fdopen(os.dup(file), "wb") as sink:
-            for batch in batches:
-                writer = writer or pa.ipc.new_file(sink, batch.schema)
-                writer.write_batch(batch)
-            if writer is not None:
-                writer.close()
-    except OSError as error:
-        raise ManyhandsError(
-            f"the cache folder {path.parent} cannot be written to ({error.strerror or error}): give a smaller cache=, or another folder, and resume the run"
-        ) from error
-    os.replace(unfinished, path)
+        yield unfinished
+        if keep:
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,7 +26,7 @@ from manyhands.data.shards.host_cache import HostCache, default_folder
 from manyhands.data.shards.table import ShardTable, counts_soon, in_pieces
 from manyhands.data.shards.uncounted import AHEAD_BYTES, FileReader, UncountedRows
 from manyhands.data.source import Indexed, Pick, Picks, Planned, Reading, Slice, Slices, Source, nonempty
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput, is_whole, whole_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +35,6 @@ LANES = 16
 GROUP_ROWS, GROUP_BYTES = 4096, 4 << 20
 """Rows that are gathered at once, and about how many bytes they may be."""
 _FEW = 4  # pieces that are kept beside those in use
-_OPEN = 256  # blocks that stay open, for their next pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class Shards:
     @cached_property
     def lanes(self) -> int:
         """Blocks that are open at a time."""
-        if not isinstance(self.shuffle, str):
+        if self.shuffle is None or isinstance(self.shuffle, bool):
             return LANES
-        kind, _, many = self.shuffle.partition(":")
-        if kind != "blocks" or not (many.isascii() and many.isdigit() and int(many) > 0):
+        kind, _, many = str(self.shuffle).partition(":")
+        if kind != "blocks" or not (many.isascii() and many.isdigit() and (whole_of(many) or 0) > 0):
             raise BadInput(
                 f'shuffle must be True, False or "blocks:K", with K of at least 1, the number of blocks whose rows are mixed, not '
                 f'{self.shuffle!r}: "blocks:{LANES}", for example'
@@ -79,6 +79,7 @@ class Shards:
             reader = FileReader(table, cache, decoder, self.shuffle is not False)
             return UncountedRows(reader, self.lanes, self.shuffle is not False, table)
         nonempty(table.rows, units.listed(list(self.paths), 3))
+        table.types  # noqa: B018 - the same in all files, or an error
         if self.shuffle is True:
             assert cache is not None
             cache.check_room(
@@ -125,12 +126,18 @@ def shards(
         raise BadInput("shards was given no path: give a file, a folder, a glob or a URL")
     if not is_whole(threads):
         raise BadInput(f"threads must be a whole number of at least 1, not {threads!r}")
+    if isinstance(cache, str):
+        cache = units.read_bytes(cache, "cache")
+    if cache is not None and not is_whole(cache):
+        raise BadInput(f'cache must be a number of bytes, at least 1, or a size such as "50GB", not {cache!r}')
+    if decode is not None and not callable(decode):
+        raise BadInput(f"decode must be a function of a row, {{column: value}}, not {decode!r}")
     made = Shards(
         paths=tuple(str(path) for path in given),
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
         shuffle=shuffle,
         decode=decode,
-        cache=units.read_bytes(cache, "cache") if isinstance(cache, str) else cache,
+        cache=cache,
         cache_folder=None if cache_folder is None else str(cache_folder),
         threads=threads,
         counted=counted,
@@ -155,6 +162,8 @@ def index_cache(folder: Path) -> HostCache | None:
 class BlockRows(Planned):
     """Rows in the order of shuffled blocks, or in their own: files are read from front to back."""
 
+    named_by = "shards are read from front to back, unless they have shuffle=True"
+
     def __init__(
         self, table: ShardTable, cache: HostCache | None, decoder: RowDecoder, lanes: int, shuffle: bool, threads: int
     ) -> None:
@@ -162,6 +171,7 @@ class BlockRows(Planned):
         self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
         self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
         self._aside: _Pieces | None = None
+        self._order: BlockOrder | None = None
 
     @override
     def epoch_rows(self, reading: Reading) -> int:
@@ -186,15 +196,18 @@ class BlockRows(Planned):
         return True
 
     def order(self, reading: Reading) -> BlockOrder:
-        shuffled = reading.shuffle and self._shuffle
-        return BlockOrder(
-            rows=tuple(block.rows for _, block in self.table.blocks),
-            piece_rows=tuple(block.piece_rows for _, block in self.table.blocks),
-            lanes=self._lanes if shuffled else 1,
-            seed=reading.seed,
-            epoch=reading.epoch,
-            shuffled=shuffled,
-        )
+        """Made once for an epoch: there may be many thousands of blocks."""
+        shuffled, order = reading.shuffle and self._shuffle, self._order
+        if order is None or (order.seed, order.epoch, order.shuffled) != (reading.seed, reading.epoch, shuffled):
+            order = self._order = BlockOrder(
+                rows=tuple(block.rows for _, block in self.table.blocks),
+                piece_rows=tuple(block.piece_rows for _, block in self.table.blocks),
+                lanes=self._lanes if shuffled else 1,
+                seed=reading.seed,
+                epoch=reading.epoch,
+                shuffled=shuffled,
+            )
+        return order
 
     @override
     def picks(self, reading: Reading) -> Picks:
@@ -211,7 +224,7 @@ class BlockRows(Planned):
     def load_here(self, pick: Pick, reading: Reading) -> Slice:
         """What is not read ahead: its pieces stay open for the next one."""
         order = self.order(reading)
-        if self._aside is None or self._aside.order != order:
+        if self._aside is None or self._aside.order is not order:
             if self._aside is not None:
                 self._aside.close()
             self._aside = _Pieces(self.table, order, self._cache, self._threads, ahead=False)
@@ -236,6 +249,7 @@ class _Pieces:
     _cursors: dict[tuple[int, int], Iterator[pa.RecordBatch]] = field(default_factory=dict)  # by the piece that comes
 
     def __post_init__(self) -> None:
+        self._lock = threading.Lock()  # of the cursors
         self._pool = ThreadPoolExecutor(self.threads, "manyhands-shards")
 
     def close(self) -> None:
@@ -254,13 +268,20 @@ class _Pieces:
                 if run.stop > half and (following := self.order.after(run)) is not None:
                     self._request(*following)
         parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
+        for run in runs:
+            if self.ahead and run.stop == self.order.rows_of(run.block, run.piece):  # it will not be asked for again
+                self._held.pop((run.block, run.piece), None)
         while len(self._held) > 2 * len(runs) + _FEW:
             self._held.popitem(last=False)
         ends = np.cumsum([run.stop - run.start for run in runs])
         of_runs = np.split(places, ends[:-1])
         return {
             name: joined(
-                [(columns[name][run.start : run.stop], own) for (columns, run), own in zip(parts, of_runs, strict=True)]
+                name,
+                [
+                    (columns[name][run.start : run.stop], own)
+                    for (columns, run), own in zip(parts, of_runs, strict=True)
+                ],
             )
             for name in self.table.types
         }
@@ -277,19 +298,30 @@ class _Pieces:
         """In a thread of the pool, which has begun with `before` already."""
         if before is not None:
             wait([before])
-        within = self.order.within(block, piece)
-        if self.cache is not None:
-            return stored_columns(self.table.cached(block, self.cache)[piece], within)
-        rows = self.order.piece_rows[block]
-        cursor = self._cursors.pop((block, piece), None) or in_pieces(self.table.read(block, piece * rows), rows)
-        found = next(cursor)
-        if (piece + 1) * rows < self.order.rows[block]:
-            self._cursors[block, piece + 1] = cursor
+        with self._lock:
+            cursor = self._cursors.pop((block, piece), None)
+        cursor = cursor or self._from(block, piece)
+        columns = stored_columns(next(cursor), self.table.url(block), self.order.within(block, piece))
+        if (piece + 1) * self.order.piece_rows[block] < self.order.rows[block]:
+            self._keep_open(block, piece + 1, cursor)
         else:
-            next(cursor, None)  # the block is closed, and its rows were as many as were counted
-        while len(self._cursors) > _OPEN:
-            self._cursors.pop(next(iter(self._cursors)), None)
-        return stored_columns(found, within)
+            for _ in cursor:  # nothing, or an error: the file is not as it was
+                pass
+        return columns
+
+    def _from(self, block: int, piece: int) -> Iterator[pa.RecordBatch]:
+        """The pieces of a block from this one on."""
+        if self.cache is not None:
+            return iter(self.table.cached(block, self.cache)[piece:])
+        rows = self.order.piece_rows[block]
+        return in_pieces(self.table.read(block, piece * rows), rows)
+
+    def _keep_open(self, block: int, piece: int, cursor: Iterator[pa.RecordBatch]) -> None:
+        """For the piece that comes; those that have waited longest are closed where there are more than is needed."""
+        with self._lock:
+            self._cursors[block, piece] = cursor
+            while len(self._cursors) > 2 * self.order.lanes + _FEW:
+                self._cursors.pop(next(iter(self._cursors)))
 
 
 class MappedRows(Indexed):
@@ -326,14 +358,15 @@ class MappedRows(Indexed):
         groups = np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece)) + 1)
         parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]], own) for own in groups]
         return {
-            name: joined([(_taken(columns[name], rows), places[own]) for columns, rows, own in parts])
+            name: joined(name, [(_taken(columns[name], rows), places[own]) for columns, rows, own in parts])
             for name in self.table.types
         }
 
     def _piece(self, number: int) -> dict[str, Stored]:
         if number not in self._columns:
             block, piece = self.table.pieces[number]
-            self._columns[number] = stored_columns(self.table.cached(block, self._cache)[piece])
+            for i, batch in enumerate(self.table.cached(block, self._cache), number - piece):
+                self._columns[i] = stored_columns(batch, self.table.url(block))
         return self._columns[number]
 
 

@@ -64,8 +64,14 @@ class StoredFile:
     def check(self) -> None:
         """Raise BadInput where it is not what it was at first."""
         self.info  # noqa: B018 - read at first
-        if (now := self._info()) != self.info:
-            self._changed(f"it has {now[0]:,} bytes now, and had {self.size:,}")
+        self._compare(self._info())
+
+    def _compare(self, now: tuple[int, str]) -> None:
+        if now != self.info:
+            how = (
+                f"it has {now[0]:,} bytes now, and had {self.size:,}" if now[0] != self.size else "it was written again"
+            )
+            self._changed(how)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop), exactly so many."""
@@ -82,8 +88,7 @@ class StoredFile:
     def _info(self) -> tuple[int, str]:
         def ask() -> tuple[int, str]:
             if self.local is not None:
-                found = os.stat(self.local)
-                return found.st_size, f"{found.st_mtime_ns}-{found.st_ino}"
+                return _identity(os.stat(self.local))
             fs, place = self._where
             fs.invalidate_cache(fs._parent(place))
             told: Mapping[str, Any] = fs.info(place)
@@ -96,6 +101,7 @@ class StoredFile:
             fs, place = self._where
             return bytes(fs.cat_file(place, start=start, end=stop)) if stop > start else b""
         with open(self.local, "rb", buffering=0) as file:
+            self._compare(_identity(os.fstat(file.fileno())))
             data = os.pread(file.fileno(), stop - start, start)
             while 0 < len(data) < stop - start:  # a call reads 2 GB at most
                 more = os.pread(file.fileno(), stop - start - len(data), start + len(data))
@@ -113,7 +119,9 @@ class StoredFile:
                     f"{self.url} does not exist on {socket.gethostname()}, and all hosts must see it: put it on shared storage, or (on "
                     "Spark) let Spark read the rows (input='stream')"
                 ) from error
-            except (*_FINAL, BadInput) as error:
+            except BadInput:
+                raise
+            except _FINAL as error:
                 raise BadInput(f"{self.url} cannot be read: {error}") from error
             except self._failures as error:
                 if attempt + 1 == TRIES or getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
@@ -129,6 +137,10 @@ class StoredFile:
         raise BadInput(
             f"{self.url} changed while it was read ({how}): start again, and do not write to it during a run"
         )
+
+
+def _identity(found: os.stat_result) -> tuple[int, str]:
+    return found.st_size, f"{found.st_mtime_ns}-{found.st_ino}"
 
 
 class RangedReads(io.RawIOBase):

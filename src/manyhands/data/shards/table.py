@@ -58,7 +58,7 @@ class ShardTable:
 
     def _index(self, shard: ShardFile) -> tuple[list[Block], dict[str, pa.DataType]]:
         cache = self.index_cache
-        if cache is None or isinstance(shard, Parquet | Arrow):  # a look at the footer
+        if cache is None or isinstance(shard, Parquet):  # a look at the footer
             return shard.blocks(), shard.types()
         key = key_of("index", type(shard).__name__, shard.file.url, *shard.file.info)
         blocks, types = cache.json(key, lambda: [shard.blocks(), _encoded(shard.types())])
@@ -66,7 +66,7 @@ class ShardTable:
 
     @cached_property
     def types(self) -> dict[str, pa.DataType]:
-        """{column: Arrow type}. BadInput where a file with rows lacks a column, or has it with another type."""
+        """{column: Arrow type}. BadInput where a file with rows lacks a column, has it with another type, or has one more."""
         indexes = self._types_of_files()
         if not indexes:
             listed = units.listed([shard.file.url for shard in self.files], 3)
@@ -83,6 +83,11 @@ class ShardTable:
                         f"column {name!r} is {kind} in {first.file.url}, and {shard.file.url} {how}: write all files with the same "
                         "columns and types, or give columns= that they share"
                     )
+            if more := [name for name in types if name not in wanted and not self.columns]:
+                raise BadInput(
+                    f"{shard.file.url} has a column {more[0]!r}, and {first.file.url} has none (it has {', '.join(whole)}): write all files "
+                    "with the same columns, or give columns= that they share"
+                )
         return wanted
 
     def _types_of_files(self) -> list[tuple[ShardFile, dict[str, pa.DataType]]]:
@@ -123,17 +128,23 @@ class ShardTable:
         """About as many bytes as all rows have when they are decoded."""
         return sum(block.memory for _, block in self.blocks)
 
+    def url(self, number: int) -> str:
+        """The file of a block."""
+        return self.files[self.blocks[number][0]].file.url
+
     def read(self, number: int, start: int = 0) -> Iterator[pa.RecordBatch]:
         """The rows of block `number` from its row `start` on. BadInput where they are not as the index says."""
         file, block = self.blocks[number]
         shard, seen = self.files[file], start
-        for batch in shard.read(block, list(self.types), start):
+        for batch in self._read(shard, block, start):
             seen += batch.num_rows
-            yield self._as_typed(batch, shard)
+            yield batch
+        if shard.file.local is not None:  # of a store, each look costs a round trip
+            shard.file.check()
         if seen != block.rows:
             raise BadInput(
-                f"{shard.file.url} has {seen} rows where {block.rows} were counted: it changed while it was read. Start again, and do "
-                "not write to it during a run"
+                f"{shard.file.url} has {seen} rows where {block.rows} were counted: it is damaged, or changed while it was read. "
+                "Write it again, and not during a run"
             )
 
     def read_whole(self, file: int, cache: HostCache | None = None) -> Iterator[pa.RecordBatch]:
@@ -146,8 +157,16 @@ class ShardTable:
             yield from batches
             return
         for block in shard.blocks() if isinstance(shard, Parquet | Arrow) else [shard.whole()]:
-            for batch in shard.read(block, list(self.types)):
+            yield from self._read(shard, block)
+        shard.file.check()
+
+    def _read(self, shard: ShardFile, block: Block, start: int = 0) -> Iterator[pa.RecordBatch]:
+        try:
+            for batch in shard.read(block, list(self.types), start):
                 yield self._as_typed(batch, shard)
+        except BadInput:
+            shard.file.check()  # what is wrong with it may be that it changed
+            raise
 
     def cached(self, number: int, cache: HostCache) -> list[pa.RecordBatch]:
         """All rows of a block, a record batch for each of its pieces, mapped from the host's cache."""

@@ -238,14 +238,17 @@ class FileReader(ShardReader):
                 if self._shuffle
                 else None
             )
-            yield _Columns(stored_columns(piece, order), piece.num_rows)
+            url = self._table.files[shard].file.url
+            yield _Columns(stored_columns(piece, url, order), piece.num_rows)
 
     @override
     def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
         held: list[Any] = [part.columns for _, _, part in parts]  # type: ignore[attr-defined]
         ends = np.cumsum([len(part) for _, _, part in parts])
         places = np.split(np.arange(ends[-1]), ends[:-1])
-        columns = {name: joined([(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]}
+        columns = {
+            name: joined(name, [(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]
+        }
         numbers = [(shard, first + i) for shard, first, part in parts for i in range(len(part))]
         return self._decoder.batch(columns, lambda i: np.random.default_rng((seed, epoch, *numbers[i])))
 

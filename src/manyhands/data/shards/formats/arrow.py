@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from manyhands.data.shards.formats.base import Block, ShardFile
+from manyhands.data.shards.formats.base import Block, ShardFile, plain, selected
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Arrow(ShardFile):
     @override
     def types(self) -> dict[str, pa.DataType]:
         with self._opened() as (_, reader, _):
-            return {field.name: field.type for field in reader.schema}
+            return {field.name: plain(field.type) for field in reader.schema}
 
     @override
     def blocks(self) -> list[Block]:
@@ -44,10 +44,10 @@ class Arrow(ShardFile):
             else:
                 source.seek(block.at)
                 batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), reader.schema)
+            batch = selected(batch, names)
             if self.file.local is not None:
                 self.file.counters.add(bytes=block.bytes, reads=1)
-        batch = batch.select(list(names))
-        for at in range(start, block.rows, block.piece_rows):
+        for at in range(start, batch.num_rows, block.piece_rows):
             yield batch.slice(at, block.piece_rows)
 
     @staticmethod
@@ -73,7 +73,14 @@ class Arrow(ShardFile):
             with pa.PythonFile(self.file.stream()) if local is None else pa.OSFile(local) as source:
                 seekable = source.read(len(_MAGIC)) == _MAGIC
                 source.seek(0)
-                yield source, pa.ipc.open_file(source) if seekable else pa.ipc.open_stream(source), seekable
+                reader = pa.ipc.open_file(source) if seekable else pa.ipc.open_stream(source)
+                coded = [field.name for field in reader.schema if pa.types.is_dictionary(field.type)]
+                if coded and not seekable:  # a batch means nothing without the dictionaries before it
+                    raise BadInput(
+                        f"{self.file.url} is a stream whose column {coded[0]!r} has a dictionary, and its rows cannot be read one batch "
+                        "at a time: write it with pyarrow.ipc.new_file, or as Parquet"
+                    )
+                yield source, reader, seekable
         except FileNotFoundError:
             self.file.check()
             raise

@@ -62,3 +62,24 @@ class ShardFile(ABC):
     def whole(self) -> Block:
         """All of a file whose rows nobody has counted, as one block. Not of formats that say how many they are."""
         return Block(0, sys.maxsize, 0, self.file.size, self.file.size)
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type that a column is read as: decimals as doubles, as on their way from Spark; of a dictionary its values."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return plain(kind.value_type)
+    return pa.float64() if pa.types.is_decimal(kind) else kind
+
+
+def selected(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """These columns, in this order, as `plain` says. ArrowInvalid for what is damaged: its offsets would be followed
+    to memory of others, and its texts be no texts.
+    """
+    import pyarrow as pa
+
+    columns = [batch.column(name) for name in names]
+    found = pa.RecordBatch.from_arrays([one.cast(plain(one.type)) for one in columns], names=list(names))
+    found.validate(full=True)
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from manyhands.data.shards.formats.base import Block, ShardFile
+from manyhands.data.shards.formats.base import Block, ShardFile, plain, selected
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ _FOOTER_BYTES = 1 << 16  # read at least, of a store; row groups are read in lar
 class Parquet(ShardFile):
     @override
     def types(self) -> dict[str, pa.DataType]:
-        return {field.name: _plain(field.type) for field in self._metadata.schema.to_arrow_schema()}
+        with self._named():
+            return {field.name: plain(field.type) for field in self._metadata.schema.to_arrow_schema()}
 
     @override
     def blocks(self) -> list[Block]:
@@ -38,14 +39,10 @@ class Parquet(ShardFile):
 
     @override
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
-        import pyarrow as pa
-
         self.file.check()
         if missing := [name for name in names if name not in self.types()]:
             raise BadInput(f"{self.file.url} has no column {missing[0]!r}; it has {', '.join(self.types())}")
-        group, wanted = self._metadata.row_group(block.at), set(names)
-        columns = [group.column(j) for j in range(group.num_columns)]
-        stored = sum(one.total_compressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted)
+        stored = self._stored_bytes(block, set(names))
         at, rows = 0, block.piece_rows
         with self._opened(whole=stored <= _WHOLE_BYTES) as file:
             if self.file.local is not None:
@@ -53,8 +50,14 @@ class Parquet(ShardFile):
             for batch in file.iter_batches(rows, row_groups=[block.at], columns=list(names), use_threads=False):
                 behind, at = at, at + batch.num_rows
                 if at > start:
-                    arrays = [one.cast(_plain(one.type)) for one in batch.slice(max(0, start - behind)).columns]
-                    yield pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+                    yield selected(batch.slice(max(0, start - behind)), names)
+
+    def _stored_bytes(self, block: Block, wanted: set[str]) -> int:
+        """Of these columns of a block."""
+        group = self._metadata.row_group(block.at)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        with self._named():
+            return sum(one.total_compressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted)
 
     @cached_property
     def _metadata(self) -> pq.FileMetaData:
@@ -70,22 +73,32 @@ class Parquet(ShardFile):
 
         local = self.file.local
         known = self.__dict__.get("_metadata")
-        try:
+        with self._named():
             source = self.file.stream(piece=_FOOTER_BYTES) if local is None else pa.OSFile(local)
             buffered = 0 if whole else _BUFFER_BYTES
-            with source, pq.ParquetFile(source, metadata=known, pre_buffer=whole, buffer_size=buffered) as file:
+            with (
+                source,
+                pq.ParquetFile(
+                    source,
+                    metadata=known,
+                    pre_buffer=whole,
+                    buffer_size=buffered,
+                    page_checksum_verification=True,  # where a file has them
+                ) as file,
+            ):
                 yield file
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of Arrow's name the file."""
+        import pyarrow as pa
+
+        try:
+            yield
         except FileNotFoundError:
             self.file.check()
             raise
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise BadInput(
                 f"cannot read {self.file.url} as Parquet: {error}. Check that it is a complete Parquet file"
             ) from error
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Decimals as doubles, which is what they become on their way from Spark, too."""
-    import pyarrow as pa
-
-    return pa.float64() if pa.types.is_decimal(kind) else kind

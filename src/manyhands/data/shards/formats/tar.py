@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 KEY = "__key__"
 _RECORD = 512  # bytes: headers and members begin at multiples
+_END = b"\x00" * _RECORD
 _NAME = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]*)$")
-_PASSED_OVER = re.compile(r"__[^/]*__(/|$)")
+_PASSED_OVER = re.compile(r"(^|/)__[^/]*__(/|$)")
+_FILES, _WITHOUT_DATA = b"0\x007", b"123456"  # kinds of members: the latter are links, devices, folders
 
 
 def row_of(member: str) -> tuple[str, str] | None:
@@ -39,8 +41,8 @@ def row_of(member: str) -> tuple[str, str] | None:
 class _Member(NamedTuple):
     key: str
     column: str
-    at: int  # where its header begins
-    size: int
+    at: int  # where the first of its headers begins
+    end: int  # of its data, as they are stored
 
 
 class Tar(ShardFile):
@@ -49,7 +51,7 @@ class Tar(ShardFile):
         import pyarrow as pa
 
         with self._opened(0, None) as stream:
-            for sample in _samples(self._members(stream, 0, fetch=True)):
+            for sample in self._samples(self._members(stream, 0, fetch=True)):
                 return {KEY: pa.string()} | dict.fromkeys((member.column for member, _ in sample), pa.large_binary())
         return {}
 
@@ -58,13 +60,13 @@ class Tar(ShardFile):
         blocks: list[Block] = []
         first = rows = begin = end = 0
         with self._opened(0, None) as stream:
-            for sample in _samples(self._members(stream, 0, fetch=False)):
+            for sample in self._samples(self._members(stream, 0, fetch=False)):
                 last, _ = sample[-1]
                 if rows and not self._packed and sample[0][0].at - begin >= BLOCK_BYTES:
                     blocks.append(Block(first, rows, begin, end - begin, end - begin))
                     first, rows, begin = first + rows, 0, sample[0][0].at
                 rows += 1
-                end = last.at + _RECORD + _padded(last.size)
+                end = last.end
         if rows:
             stored = self.file.size if self._packed else end - begin  # a packed file is one block
             blocks.append(Block(first, rows, 0 if self._packed else begin, stored, end - begin))
@@ -76,14 +78,15 @@ class Tar(ShardFile):
         rows: list[dict[str, bytes | str]] = []
         held = number = 0
         with self._opened(block.at, block.at + block.bytes) as stream:
-            for sample in _samples(self._members(stream, block.at, fetch=True)):
+            for sample in self._samples(self._members(stream, block.at, fetch=True)):
                 if number >= start:
                     rows.append({KEY: sample[0][0].key} | {member.column: data for member, data in sample})
                     held += sum(len(data) for _, data in sample)
                 number += 1
                 if held >= PIECE_BYTES:
-                    yield self._batch(rows, names)
-                    rows, held = [], 0
+                    batch = self._batch(rows, names)
+                    rows, held = [], 0  # now, and not when the next piece is asked for
+                    yield batch
         if rows:
             yield self._batch(rows, names)
 
@@ -120,49 +123,51 @@ class Tar(ShardFile):
 
     def _members(self, stream: BinaryIO, base: int, fetch: bool) -> Iterator[tuple[_Member, bytes]]:
         """The members that belong to rows, with their bytes where `fetch` says so; base: where in the file it begins."""
-        at, name, size_given = base, "", -1
-        end = self.file.size if not self._packed else None
-        while len(header := stream.read(_RECORD)) == _RECORD and header[0]:
-            kind = header[156:157]
-            plain = kind in b"0\x00" and header[257:262] == b"ustar" and header[124] < 128
+        at = begin = base
+        name, size_given = "", ""
+        while len(header := stream.read(_RECORD)) == _RECORD and header != _END:
             try:
-                if plain:
-                    size = int(header[124:136].rstrip(b" \x00"), 8)
-                    own = header[:100].partition(b"\x00")[0]
-                    if (
-                        prefix := header[345:500].partition(b"\x00")[0]
-                        if header[262] == 0 or header[262:263] == b"0"
-                        else b""
-                    ):
-                        own = prefix + b"/" + own
-                else:
-                    info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-                    size, own = info.size, info.name.encode("utf-8", "surrogateescape")
+                size, own = _size_and_name(header)
+                kind = header[156:157]
+                if kind in b"Lxg":  # a longer name than a header holds, or pax's values, of the next member
+                    data, at = self._data(stream, size, at), at + _RECORD + _padded(size)
+                    if kind == b"L":
+                        name = data.rstrip(b"\x00").decode("utf-8", "surrogateescape")
+                    elif kind == b"x":
+                        values = _pax(data)
+                        name, size_given = values.get("path", name), values.get("size", size_given)
+                    continue
+                size = int(size_given or size)
+                if size < 0:
+                    raise ValueError(f"a size of {size}")
+            except BadInput:
+                raise
             except (ValueError, tarfile.HeaderError) as error:
                 raise self._damaged(f"the header at byte {at:,} is damaged ({error})") from error
-            if kind in b"Lxg":  # a longer name than a header holds, or pax's values, of the next member
-                data = self._data(stream, size, at)
-                if kind == b"L":
-                    name = data.rstrip(b"\x00").decode("utf-8", "surrogateescape")
-                else:
-                    values = _pax(data)
-                    name, size_given = values.get("path", name), int(values.get("size", size_given))
-                at += _RECORD + _padded(size)
-                continue
-            size = size if size_given < 0 else size_given
             name = name or own.decode("utf-8", "surrogateescape")
-            found = row_of(name) if kind in b"0\x00" else None
-            if found is not None and fetch:
-                yield _Member(*found, at, size), self._data(stream, size, at)
+            stored = 0 if kind in _WITHOUT_DATA else _padded(size)
+            end = at + _RECORD + stored
+            found = row_of(name)
+            if found is not None and kind == b"S":
+                raise self._damaged(f"{name} is a sparse file, of which the holes are left out")
+            member = _Member(*found, begin, end) if found is not None and kind in _FILES else None
+            if member is not None and fetch:
+                yield member, self._data(stream, size, at)
             else:
-                if end is not None and at + _RECORD + size > end:
+                if not self._packed and at + _RECORD + min(size, stored) > self.file.size:
                     raise self._damaged(f"{name} is cut off")
-                stream.seek(_padded(size), 1)
-                if found is not None:
-                    yield _Member(*found, at, size), b""
-            at, name, size_given = at + _RECORD + _padded(size), "", -1
+                stream.seek(stored, 1)
+                if member is not None:
+                    yield member, b""
+            at = begin = end
+            name, size_given = "", ""
         if 0 < len(header) < _RECORD:
             raise self._damaged(f"the header at byte {at:,} is cut off")
+        if self._packed:
+            while stream.read(PIECE_BYTES):  # the checksum comes last
+                pass
+        if not header and (self._packed or at >= self.file.size):  # and not of a block
+            raise self._damaged(f"it is cut off at byte {at:,}, where the mark of its end is missing")
 
     def _data(self, stream: BinaryIO, size: int, at: int) -> bytes:
         data = stream.read(_padded(size))
@@ -170,33 +175,46 @@ class Tar(ShardFile):
             raise self._damaged(f"the member at byte {at:,} is cut off")
         return data[:size]
 
+    def _samples(self, members: Iterator[tuple[_Member, bytes]]) -> Iterator[list[tuple[_Member, bytes]]]:
+        """Neighbours of one key together. BadInput for a column that a row has twice."""
+        sample: list[tuple[_Member, bytes]] = []
+        for member, data in members:
+            if sample and sample[0][0].key != member.key:
+                yield sample
+                sample = []
+            if any(one.column == member.column for one, _ in sample):
+                raise BadInput(
+                    f"{member.key}.{member.column} stands twice in a row of {self.file.url}: give each row's members a name of their own"
+                )
+            sample.append((member, data))
+        if sample:
+            yield sample
+
+
+def _size_and_name(header: bytes) -> tuple[int, bytes]:
+    """What a header says. ValueError or HeaderError where it is damaged."""
+    told = int(header[148:156].strip(b" \x00"), 8)
+    plain = header[257:262] == b"ustar" and header[124] < 128
+    if plain and told == 256 + sum(header[:148]) + sum(header[156:]):  # most are so: tarfile takes five times as long
+        prefix = header[345:500].partition(b"\x00")[0] if header[262] == 0 else b""
+        own = header[:100].partition(b"\x00")[0]
+        return int(header[124:136].strip(b" \x00"), 8), prefix + b"/" + own if prefix else own
+    info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+    return info.size, info.name.encode("utf-8", "surrogateescape")
+
 
 def _padded(size: int) -> int:
     return -(-size // _RECORD) * _RECORD
 
 
 def _pax(data: bytes) -> dict[str, str]:
-    """Of records `LENGTH key=value\\n`."""
+    """Of records `LENGTH key=value\\n`. ValueError for others."""
     values = {}
     while data:
-        length, _, _ = data.partition(b" ")
+        length = data.partition(b" ")[0]
+        if not len(length) < int(length) <= len(data):
+            raise ValueError(f"a record of {int(length)} bytes among {len(data)}")
         record, data = data[: int(length)], data[int(length) :]
         key, _, value = record[len(length) + 1 : -1].partition(b"=")
         values[key.decode()] = value.decode("utf-8", "surrogateescape")
     return values
-
-
-def _samples(members: Iterator[tuple[_Member, bytes]]) -> Iterator[list[tuple[_Member, bytes]]]:
-    """Neighbours of one key together. BadInput for a column that a row has twice."""
-    sample: list[tuple[_Member, bytes]] = []
-    for member, data in members:
-        if sample and sample[0][0].key != member.key:
-            yield sample
-            sample = []
-        if any(one.column == member.column for one, _ in sample):
-            raise BadInput(
-                f"{member.key}.{member.column} stands twice in a row of a tar: give each row's members a name of their own"
-            )
-        sample.append((member, data))
-    if sample:
-        yield sample
