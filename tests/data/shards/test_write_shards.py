@@ -261,7 +261,6 @@ def test_bad_input_writes_nothing(path: str, options: dict[str, Any], message: s
         ("tfrecord", {"t": np.array(["2024-01-01"] * 2, "M8[s]")}, "column 't' is timestamp"),
         ("tar", {"t": np.array(["2024-01-01"] * 2, "M8[s]")}, "column 't' is timestamp.*, and a tar holds"),
         ("tar", {"a/b": [1, 2]}, "column 'a/b' cannot be a suffix"),
-        ("tar", {"__meta__": [b"", b""]}, "column '__meta__' cannot be a suffix"),
         ("tar", {"Raw": [b"", b""], "raw": [b"", b""]}, "columns 'Raw' and 'raw' would both be members .raw"),
         ("tar", {"__key__": ["a", "b"]}, "a tar needs a column beside __key__"),
         ("parquet", {"s": pa.array([{}, {}], pa.struct([]))}, "column 's' is struct<>, which Parquet cannot hold"),
