@@ -14,6 +14,7 @@ from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
     from manyhands.data.dataframe_rows import DistributedFrame
+    from manyhands.data.row_pieces import RowPiece
     from manyhands.engines.roles import Roles
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
@@ -40,6 +41,13 @@ class Observer:
     def answer(self, event: Event) -> dict[str, Any]:
         """A worker asks this and waits for the answer (a small JSON dict)."""
         return {}
+
+    def take_rows(self, piece: RowPiece) -> None:
+        """A worker delivered these rows. FrameError where they cannot be read."""
+
+    def must_wait(self, piece: RowPiece) -> bool:
+        """Whether the worker that delivered this is to wait with further rows; asked again when others have come."""
+        return False
 
     def stopping(self) -> str:
         """Polled about ten times a second: a reason to ask all workers to stop, or "" """
