@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from manyhands.data.row_pieces import check_alike, widened
+from manyhands.data.row_batches import check_alike, widened
 from manyhands.errors import BadInput, ManyhandsError
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from manyhands.engines.driver.host_processes import name_of, shard_of
@@ -229,19 +230,22 @@ class Engine(ABC):
         until: Collection[str] = ("chief", "worker"),
         tensorboard: str | None = None,
         rows: Any = None,
+        output: str | Path | None = None,
         threads_per_worker: int | None = None,
         timeout_s: float = 300.0,
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Any]:
         """Call `function(cluster, *args)` in a process for each worker and role of another framework's own cluster.
 
         The environment is what TensorFlow, torch.distributed and JAX read; `cluster` says the same, see
-        `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended.
+        `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended; and where rows were
+        emitted (`cluster.emit`), {"rows": all of them, in order}.
 
         roles: who is there besides the workers: {"chief": 1, "ps": 2, "evaluator": 1}.
         until: when all of these roles have returned, the others (parameter servers run for ever) get a second.
             Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy: ("chief",).
         tensorboard: a folder that TensorBoard shows beside the chief, at an address that the log shows.
         rows: what `cluster.rows(batch_size)` deals to those who train: as Task.train_data, `mh.spark.frame` too.
+        output: a file, `.parquet` or `.arrow`, into which emitted rows are written as they come; "rows" is then its path.
         workers=None: one per visible GPU, else 1; one process alone is the caller's.
 
         Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.
@@ -252,4 +256,4 @@ class Engine(ABC):
         count = self.default_workers() if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
         spec = LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
-        return run(self, Member(function, args, cast, tensorboard, rows), spec)
+        return run(self, Member(function, args, cast, tensorboard, rows), spec, output)

@@ -11,7 +11,8 @@ from torch import nn
 
 from manyhands.comm.group import Group
 from manyhands.data.batch import columns, describe
-from manyhands.data.row_pieces import RowPiece, pack, to_batch
+from manyhands.data.row_batches import pack, to_batch
+from manyhands.data.row_pieces import RowPiece
 from manyhands.data.source import Source
 from manyhands.engines.driver.row_collector import TOTAL
 from manyhands.errors import BadInput

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
-from manyhands.data import row_pieces
+from manyhands.data import row_batches
 from manyhands.data.row_files import RowFile
 from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import Observer
@@ -112,12 +112,12 @@ class RowCollector(Observer):
 
     def values(self) -> Any:
         """All rows, as the workers gave them, where they are kept in memory; None: there are none."""
-        return row_pieces.unpack(self._kept) if self._kept else None
+        return row_batches.unpack(self._kept) if self._kept else None
 
     def _go_on(self, piece: RowPiece) -> None:
         self.rows += piece.rows
         if piece.rows and (self._keeps or self._file is not None):
-            for batch in row_pieces.read(self._data_of(piece)):
+            for batch in row_batches.read(self._data_of(piece)):
                 if self._file is not None:
                     self._file.write(batch)
                 else:
