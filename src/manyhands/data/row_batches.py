@@ -166,12 +166,12 @@ def _to_arrow(name: str, column: Any) -> tuple[Any, dict[str, Any]]:
             raise BadInput(f"column {name!r} is a list of values of several types: {error}") from None
     meta: dict[str, Any] = {"kind": _ARRAY}
     if isinstance(column, Tensor):
+        if column.layout != torch.strided or column.is_complex() or column.is_quantized:
+            raise BadInput(
+                f"output {name!r} is a {column.dtype} tensor of layout {column.layout}, and dense real numbers travel: give its parts"
+            )
         tensor = column.detach().cpu().contiguous()
         meta = {"kind": _TENSOR, "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
-            raise BadInput(
-                f"output {name!r} is a {tensor.dtype} tensor of layout {tensor.layout}, and dense real numbers travel: give its parts"
-            )
         column = tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor
         try:
             column = column.numpy()

@@ -30,10 +30,12 @@ class RowOrder:
         return piece.place in self._waiting
 
     def add(self, piece: RowPiece) -> list[RowPiece]:
-        """The pieces that go on now. ValueError for a place that was taken before."""
+        """The pieces that go on now. ValueError for a place that was taken before, and for ends that disagree."""
         if piece.number < 0:
             return [piece]
         if piece.parts:
+            if self._ended and piece.parts != self._parts:
+                raise ValueError(f"an end of rows in {piece.parts} parts after one in {self._parts}")
             self._parts = piece.parts
             self._ended[piece.number % piece.parts] = piece.place
             return self._ready()
@@ -55,8 +57,15 @@ class RowOrder:
                 self.waiting_bytes -= len(piece.data)
                 ready.append(piece)
                 self._front = (number + 1, 0) if piece.last else (number, part + 1)
-            elif number % self._parts in self._ended and self._ended[number % self._parts] <= self._front:
-                self._front = number + 1, 0
-            else:
+            elif not self._is_over(number):
                 break
+            elif len(self._ended) == self._parts:
+                self._front = min(self._waiting)
+            else:
+                self._front = number + 1, 0
         return ready
+
+    def _is_over(self, number: int) -> bool:
+        """Whether its worker has said that it does not come, or not further than the front."""
+        ended = self._ended.get(number % self._parts)
+        return ended is not None and ended <= self._front
