@@ -46,12 +46,12 @@ class RowCollector(Observer):
         holds: bool = True,
         writes: bool = True,
         progress: Callable[[int, int], None] | None = None,
-        waiting_bytes: int = WAITING_BYTES,
+        waiting_bytes: int | None = None,
     ) -> None:
         self._file = RowFile(output) if output is not None and writes else None
         self._keeps = output is None
         self._holds = holds
-        self._limit = waiting_bytes
+        self._limit = WAITING_BYTES if waiting_bytes is None else waiting_bytes
         self._progress = progress
         self._order = RowOrder()
         self._kept: list[pa.RecordBatch] = []
