@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
 import plain
-from manyhands.engines.base import Capabilities, Engine
-from manyhands.errors import BadInput, Unsupported, WorkerFailed
+from manyhands.engines.base import Capabilities, Engine, Observer
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, ManyhandsError, Unsupported, WorkerFailed
 from manyhands.inference.deal import Deal
 from manyhands.worker import Worker
 
@@ -239,6 +241,25 @@ class Mute(Engine):
 
 def test_an_engine_that_brings_no_rows_is_refused() -> None:
     refused("this engine brings no rows to the driver", model(), inputs(3), engine=Mute(), error=Unsupported)
+
+
+class Losing(Local):
+    """An engine whose observer hears nothing."""
+
+    name = "losing"
+
+    def launch(self, program: Any, spec: Any) -> Any:
+        return super().launch(program, replace(spec, observer=Observer()))
+
+
+def test_rows_that_are_lost_on_the_way_are_missed() -> None:
+    refused(
+        "worker 0 delivered 3 rows, and 0 came: engine losing lost rows",
+        model(),
+        inputs(3),
+        engine=Losing(),
+        error=ManyhandsError,
+    )
 
 
 def test_rows_of_a_dataframe_on_several_hosts_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:

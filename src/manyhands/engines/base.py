@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from typing_extensions import override
+
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.survive import Survive
 from manyhands.errors import BadInput, Unsupported, is_number, is_whole
@@ -53,6 +55,37 @@ class Observer:
     def stopping(self) -> str:
         """Polled about ten times a second: a reason to ask all workers to stop, or "" """
         return ""
+
+
+class PassingObserver(Observer):
+    """Passes everything on to another observer; whoever is derived from it changes some of that."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    @override
+    def event(self, event: Event) -> None:
+        self.observer.event(event)
+
+    @override
+    def own_event(self, event: Event) -> None:
+        self.observer.own_event(event)
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        return self.observer.answer(event)
+
+    @override
+    def take_rows(self, piece: RowPiece) -> None:
+        self.observer.take_rows(piece)
+
+    @override
+    def must_wait(self, piece: RowPiece) -> bool:
+        return self.observer.must_wait(piece)
+
+    @override
+    def stopping(self) -> str:
+        return self.observer.stopping()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, Observer, check_brings
+from manyhands.engines.base import Engine, LaunchSpec, Observer, PassingObserver, check_brings
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
@@ -277,27 +277,16 @@ def run(engine: Engine, member: Member, spec: LaunchSpec, output: str | Path | N
     return found
 
 
-class Receiving(Observer):
+class Receiving(PassingObserver):
     """Another observer, and what takes the rows that are emitted."""
 
     def __init__(self, observer: Observer, collector: RowCollector) -> None:
-        self._observer, self._collector = observer, collector
-
-    @override
-    def event(self, event: Event) -> None:
-        self._observer.event(event)
-
-    @override
-    def answer(self, event: Event) -> dict[str, Any]:
-        return self._observer.answer(event)
+        super().__init__(observer)
+        self._collector = collector
 
     @override
     def take_rows(self, piece: RowPiece) -> None:
         self._collector.take_rows(piece)
-
-    @override
-    def stopping(self) -> str:
-        return self._observer.stopping()
 
 
 class Telling(Observer):

@@ -17,7 +17,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.engines import engine_of
 from manyhands.engines.base import Engine, LaunchSpec, check_brings, check_count
 from manyhands.engines.driver.row_collector import RowCollector
-from manyhands.errors import BadInput, is_whole
+from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.inference.deal import Deal
 from manyhands.inference.program import Function, Program, call_model
 from manyhands.inference.trained import trained
@@ -157,6 +157,17 @@ def deal_of(place: Engine, data: Any, batch_size: int, collate: Collate | None, 
 
 
 def launched(place: Engine, program: Program, spec: LaunchSpec, collector: RowCollector) -> list[dict[str, Any]]:
-    """What the workers returned, whose rows the collector has. SIGTERM asks them to stop."""
+    """What the workers returned, whose rows the collector has. SIGTERM asks them to stop.
+
+    ManyhandsError where rows were lost on the way: an engine that passes them on to nobody must not pass unseen.
+    """
     with rng.kept(), sigterm_to(collector.stop) if not place.capabilities.spmd else nullcontext():
-        return place.launch(program, replace(spec, observer=collector))
+        values = place.launch(program, replace(spec, observer=collector))
+    if program.outputs is not None:
+        for rank, value in enumerate(values):
+            came = collector.rows_of_workers.get(rank, 0)
+            if value is not None and came != value["rows"]:
+                raise ManyhandsError(
+                    f"worker {rank} delivered {value['rows']} rows, and {came} came: engine {place.name} lost rows. Please report this"
+                )
+    return values
