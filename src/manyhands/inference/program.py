@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from manyhands.comm.group import Group
 from manyhands.data.batch import columns, describe
@@ -84,8 +85,10 @@ class Program:
                 for one in measured:
                     one.add(model, dealt.batch, dealt.rows)
             if self.outputs is not None:
-                batch = self._outputs(self.outputs, model, dealt) if dealt.rows else None
-                sender.add(batch, number=dealt.number, last=dealt.last)
+                if dealt.rows:
+                    kept = self._kept(dealt)
+                    sender.hold(self.outputs(model, dealt.batch), kept, dealt.rows)
+                sender.send(number=dealt.number, last=dealt.last)
             worker.driver.computed(dealt.rows)
             done.batches += 1
             done.rows += dealt.rows
@@ -95,23 +98,18 @@ class Program:
         if self.outputs is not None and not self.deal.leases_of(source):
             sender.end(next_number, worker.size)
 
-    def _outputs(self, function: Function, model: nn.Module, dealt: Dealt) -> pa.RecordBatch:
-        kept = None
-        if self.keep:
-            if not isinstance(dealt.batch, Mapping):
-                raise BadInput(
-                    f"keep={tuple(self.keep)!r} names columns of the data, and a batch of it is no dict but {describe(dealt.batch)}: leave keep out, or give "
-                    "data whose batches are dicts (a table, a dict of arrays)"
-                )
-            if missing := [name for name in self.keep if name not in dealt.batch]:
-                raise BadInput(f"keep: the data has no column {missing[0]!r}; it has {', '.join(dealt.batch)}")
-            kept = {name: dealt.batch[name] for name in self.keep}
-        batch = to_batch(function(model, dealt.batch), kept)
-        if batch.num_rows != dealt.rows:
+    def _kept(self, dealt: Dealt) -> dict[str, Any] | None:
+        """The columns of a batch that go along."""
+        if not self.keep:
+            return None
+        if not isinstance(dealt.batch, Mapping):
             raise BadInput(
-                f"the function gave {batch.num_rows} rows for a batch of {dealt.rows}: give one row for each, in the batch's order"
+                f"keep={tuple(self.keep)!r} names columns of the data, and a batch of it is no dict but {describe(dealt.batch)}: leave keep out, or give "
+                "data whose batches are dicts (a table, a dict of arrays)"
             )
-        return batch
+        if missing := [name for name in self.keep if name not in dealt.batch]:
+            raise BadInput(f"keep: the data has no column {missing[0]!r}; it has {', '.join(dealt.batch)}")
+        return {name: dealt.batch[name] for name in self.keep}
 
 
 @dataclass
@@ -124,27 +122,56 @@ class Done:
 
 @dataclass
 class Sender:
-    """Delivers record batches in pieces of about PIECE_BYTES."""
+    """Delivers what comes out of the batches in pieces of about PIECE_BYTES."""
 
     worker: Worker
-    _held: list[pa.RecordBatch] = field(default_factory=list)
+    _tensors: list[Tensor] = field(default_factory=list)  # outputs of one kind that are not packed yet
+    _batches: list[pa.RecordBatch] = field(default_factory=list)
+    _bytes: int = 0
     _part: int = 0
 
-    def add(self, batch: pa.RecordBatch | None, *, number: int, last: bool) -> None:
-        """The next rows of a number; None: no more of them. `last` ends the number."""
-        if batch is not None:
-            self._held.append(batch)
-        if not last and sum(one.nbytes for one in self._held) < PIECE_BYTES:
+    def hold(self, outputs: Any, kept: Mapping[str, Any] | None, rows: int) -> None:
+        """The outputs of a batch of so many rows, and columns of it. BadInput where they are no rows, or not as many."""
+        if isinstance(outputs, Tensor) and kept is None and outputs.dim() and outputs.layout == torch.strided:
+            if self._tensors and not _alike(self._tensors[-1], outputs):
+                self._pack_tensors()
+            self._tensors.append(outputs)
+            self._bytes += outputs.nbytes
+            found = len(outputs)
+        else:
+            self._pack_tensors()
+            self._batches.append(batch := to_batch(outputs, kept))
+            self._bytes += batch.nbytes
+            found = batch.num_rows
+        if found != rows:
+            raise BadInput(
+                f"the function gave {found} rows for a batch of {rows}: give one row for each, in the batch's order"
+            )
+
+    def send(self, *, number: int, last: bool) -> None:
+        """What is held is of this number; it goes if it is enough, or the last of the number."""
+        if not last and self._bytes < PIECE_BYTES:
             return
-        rows, data = sum(one.num_rows for one in self._held), pack(self._held) if self._held else b""
-        self._held = []
+        self._pack_tensors()
+        rows, data = sum(one.num_rows for one in self._batches), pack(self._batches) if self._batches else b""
+        self._batches, self._bytes = [], 0
         piece = RowPiece(rank=self.worker.rank, number=number, part=self._part, last=last, rows=rows, data=data)
         self._part = 0 if last else self._part + 1
         self.worker.driver.deliver(piece)
 
+    def _pack_tensors(self) -> None:
+        """As one record batch: small batches would cost more to pack one by one than to compute."""
+        if self._tensors:
+            self._batches.append(to_batch(torch.cat(self._tensors)))
+            self._tensors = []
+
     def end(self, number: int, parts: int) -> None:
         """From this number on there is nothing of this worker's."""
         self.worker.driver.deliver(RowPiece(rank=self.worker.rank, number=number, parts=parts))
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return (first.dtype, first.shape[1:], first.device) == (second.dtype, second.shape[1:], second.device)
 
 
 def _together(worker: Worker, steps: Iterator[None]) -> None:
