@@ -107,3 +107,10 @@ def test_damaged_bytes_are_no_rows(at: int) -> None:
     whole = bytes(pack([to_batch({"a": torch.arange(100), "b": ["x"] * 100})]))
     with pytest.raises(ValueError, match="rows that cannot be read"):
         read(whole[:at] + b"\x07" * (8 if at < 60 else 0))
+
+
+def test_texts_that_are_none_are_no_rows() -> None:
+    whole = bytes(pack([to_batch({"b": ["xyz"] * 100})]))
+    assert b"xyzxyz" in whole
+    with pytest.raises(ValueError, match="rows that cannot be read"):
+        read(whole.replace(b"xyzxyz", b"x\xff\xffxyz", 1))

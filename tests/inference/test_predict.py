@@ -184,7 +184,7 @@ def test_rows_go_into_a_file_in_order(workers: int, tmp_path: Path) -> None:
 
 
 def test_a_long_piece_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.inference.program.PIECE_BYTES", 500)
+    monkeypatch.setattr("manyhands.inference.program.PIECE_BYTES", 150)
     found = mh.predict(model(), inputs(250), workers=2, engine="sim", batch_size=4)
     assert torch.equal(found, outputs(model(), inputs(250), 4))
 

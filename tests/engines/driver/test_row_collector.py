@@ -45,6 +45,14 @@ def test_what_is_too_early_waits_in_memory_up_to_the_limit(tmp_path: Path) -> No
     assert pq.read_table(path)["prediction"].to_pylist() == list(range(16))
 
 
+def test_whose_rows_have_gone_on_never_waits(tmp_path: Path) -> None:
+    """Also where more than the limit waits for others."""
+    with RowCollector(tmp_path / "out.parquet", waiting_bytes=10) as collector:
+        for number in (2, 3, 0):
+            collector.take_rows(piece(number))
+        assert [collector.must_wait(piece(number)) for number in (2, 3, 0)] == [True, True, False]
+
+
 def test_below_the_limit_and_in_memory_nobody_waits(tmp_path: Path) -> None:
     early = piece(1)
     for output, limit in ((tmp_path / "out.parquet", 1 << 20), (None, 0)):

@@ -61,6 +61,13 @@ def test_an_end_within_a_number() -> None:
     assert [one.number for one in order.add(RowPiece(number=0, part=1, parts=2))] == [1]
 
 
+def test_an_end_says_nothing_of_what_comes_before_it() -> None:
+    order = RowOrder()
+    order.add(RowPiece(number=4, parts=2))
+    assert order.add(RowPiece(number=1, rows=1)) == []
+    assert [one.number for one in order.add(RowPiece(number=0, rows=1))] == [0, 1]
+
+
 def test_what_has_no_number_goes_on_at_once() -> None:
     order, one = RowOrder(), RowPiece(rows=1)
     order.add(RowPiece(number=5, rows=1))
