@@ -21,6 +21,7 @@ from manyhands.engines.base import Capabilities, Engine, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, ManyhandsError, Unsupported, WorkerFailed
 from manyhands.inference.deal import Deal
+from manyhands.inference.program import on_cpu, placed
 from manyhands.worker import Worker
 
 BATCH = 16
@@ -280,3 +281,22 @@ def test_batches_with_buffers_in_evaluation_mode() -> None:
     found = mh.predict(given, inputs(40), workers=2, engine="sim", batch_size=8)
     assert torch.allclose(found, (inputs(40) - torch.arange(5.0)) / (1 + 1e-5) ** 0.5)
     assert given.norm.running_mean.tolist() == list(range(5))
+
+
+class Elsewhere(nn.Module):
+    """Its parameter says that it is on a device that the worker's is not; torch's meta device stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, device="meta"))
+
+
+def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> None:
+    given, cpu = Elsewhere(), nn.Linear(2, 2)
+    assert on_cpu(cpu) is cpu
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # it has no data to copy
+        on_cpu(given)
+    assert placed(cpu, Worker()) is cpu
+    there = placed(cpu, Worker(device=torch.device("meta")))
+    assert (there.weight.device.type, cpu.weight.device.type) == ("meta", "cpu")
+    assert placed(cpu, Worker(shares_process=True)) is not cpu

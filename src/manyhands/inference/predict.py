@@ -19,7 +19,7 @@ from manyhands.engines.base import Engine, LaunchSpec, check_brings, check_count
 from manyhands.engines.driver.row_collector import RowCollector
 from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.inference.deal import Deal
-from manyhands.inference.program import Function, Program, call_model
+from manyhands.inference.program import Function, Program, call_model, on_cpu
 from manyhands.inference.trained import trained
 from manyhands.recording.run import Run
 from manyhands.signals import sigterm_to
@@ -161,7 +161,10 @@ def launched(place: Engine, program: Program, spec: LaunchSpec, collector: RowCo
 
     ManyhandsError where rows were lost on the way: an engine that passes them on to nobody must not pass unseen.
     """
-    with rng.kept(), sigterm_to(collector.stop) if not place.capabilities.spmd else nullcontext():
+    capabilities = place.capabilities
+    if spec.workers > 1 and not (capabilities.spmd or capabilities.simulated):
+        program = replace(program, model=on_cpu(program.model))  # each worker moves its own to its device
+    with rng.kept(), sigterm_to(collector.stop) if not capabilities.spmd else nullcontext():
         values = place.launch(program, replace(spec, observer=collector))
     if program.outputs is not None:
         for rank, value in enumerate(values):

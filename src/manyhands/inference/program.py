@@ -194,6 +194,13 @@ def placed(model: nn.Module, worker: Worker) -> nn.Module:
     return model.to(worker.device) if wrong else model
 
 
+def on_cpu(model: nn.Module) -> nn.Module:
+    """The model as it travels to other processes: on the CPU, a copy if it is elsewhere."""
+    if all(one.device.type == "cpu" for one in [*model.parameters(), *model.buffers()]):
+        return model
+    return copy.deepcopy(model).cpu()
+
+
 def inputs_of(batch: Any) -> Any:
     """What the model is called on by itself: the batch, or the first of a tuple. BadInput for a dict."""
     if isinstance(batch, Mapping):
