@@ -5,8 +5,10 @@
 An MLP (64 → 256 → 256 → 10, float32) on rows of a .npy file. In each block every variant runs once, in an order that
 rotates, each in a process of its own: the plain loop with one thread and with one for each core, once with its outputs in
 memory and once written into a Parquet file, and `mh.predict` likewise, with one thread a worker and its fork server warm.
-Printed are medians of seconds, of the ratio of the block's plain loop to them, and the driver's peak of memory beyond
-what it had before. All outputs are compared with the plain loop's, row by row.
+Printed are medians of seconds, of the ratio of the block's plain loop to them, of the ratio of their CPU time (all
+processes together: what is left of the workers' speed when other programs use the cores, too), and the driver's peak of
+memory beyond what it had before; a plain loop's has the pages of the mapped .npy file in it. All outputs are compared with
+the plain loop's, row by row.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -79,24 +80,50 @@ def written(rows: Tensor, output: Path, writer: Any) -> Any:
     return writer
 
 
+@dataclass
+class Counted:
+    """The model, and how much CPU time each worker has had, in a file of its own."""
+
+    folder: Path
+
+    def __call__(self, own: nn.Module, batch: Tensor) -> Tensor:
+        outputs: Tensor = own(batch)
+        if os.getpid() not in _files:
+            _files[os.getpid()] = os.open(self.folder / str(os.getpid()), os.O_CREAT | os.O_WRONLY)
+        os.pwrite(_files[os.getpid()], f"{time.process_time():20.6f}".encode(), 0)
+        return outputs
+
+    def seconds(self) -> float:
+        return sum(float(path.read_text()) for path in self.folder.iterdir())
+
+
+_files: dict[int, int] = {}
+
+
 def one(variant: Variant, path: Path, batch_size: int, reference: Path) -> dict[str, float]:
     """In a process of its own: seconds and peak memory; the outputs are compared with the reference, or become it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / "out.parquet" if variant.to_file else None
         if variant.workers == 0:
             torch.set_num_threads(variant.threads)
-            before, start = peak(), time.perf_counter()
+            with torch.no_grad():
+                model()(torch.zeros(batch_size, WIDTH))
+            before, start, cpu = reset_peak(), time.perf_counter(), time.process_time()
             found: Any = plain(path, batch_size, output)
-            seconds, after = time.perf_counter() - start, peak()
+            seconds, cpu, after = time.perf_counter() - start, time.process_time() - cpu, peak()
         else:
             import manyhands as mh
 
+            counted = Path(folder) / "cpu"
+            counted.mkdir()
+            function = Counted(counted)
             with mh.Local(apart=True) as engine:
                 options = {"workers": variant.workers, "engine": engine, "threads_per_worker": variant.threads}
                 mh.predict(model(), torch.zeros(1000, WIDTH), output=output, **options)
-                before, start = peak(), time.perf_counter()
-                found = mh.predict(model(), path, batch_size=batch_size, output=output, **options)
+                before, start, cpu = reset_peak(), time.perf_counter(), time.process_time()
+                found = mh.predict(model(), path, function=function, batch_size=batch_size, output=output, **options)
                 seconds, after = time.perf_counter() - start, peak()
+                cpu = time.process_time() - cpu + function.seconds()
         if output is not None:
             import pyarrow.parquet as pq
 
@@ -107,12 +134,19 @@ def one(variant: Variant, path: Path, batch_size: int, reference: Path) -> dict[
         else:
             np.save(reference, found.numpy())
             same = 1.0
-    return {"seconds": seconds, "memory": after - before, "same": same}
+    return {"seconds": seconds, "cpu": cpu, "memory": after - before, "same": same}
+
+
+def reset_peak() -> int:
+    """From now on `peak` counts; the bytes that this process has."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
 
 
 def peak() -> int:
-    """Bytes of this process, so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most bytes that this process had."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def main() -> None:
@@ -143,7 +177,9 @@ def main() -> None:
             order = [variants[(i + block) % len(variants)] for i in range(len(variants))]
             blocks.append({v.name: run(v, path, arguments.batch_size, reference) for v in order})
             print(f"block {block + 1}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    print(f"\n{'':24}{'seconds':>9}{'plain, 1 thread /':>20}{'plain, all /':>14}{'memory':>10}  rows equal")
+    print(
+        f"\n{'':26}{'seconds':>9}{'plain, 1 thread /':>19}{'plain, all /':>14}{'CPU, plain /':>14}{'memory':>10}  rows equal"
+    )
     for variant in variants:
         own = [block[variant.name] for block in blocks]
         ratios = [
@@ -153,12 +189,13 @@ def main() -> None:
             )
             for count in (1, threads[-1])
         ]
-        seconds = statistics.median(one["seconds"] for one in own)
-        memory = max(one["memory"] for one in own) / 1e6
-        same = (
-            "all" if all(one["same"] for one in own) else "as far as its threads allow" if not variant.workers else "NO"
-        )
-        print(f"{variant.name:24}{seconds:9.2f}{ratios[0]:20.2f}{ratios[1]:14.2f}{memory:7.0f} MB  {same}")
+        seconds = statistics.median(run["seconds"] for run in own)
+        alone = Variant(0, 1, variant.to_file).name
+        cpu = statistics.median(block[alone]["cpu"] / block[variant.name]["cpu"] for block in blocks)
+        memory = max(run["memory"] for run in own) / 1e6
+        same = "all" if all(run["same"] for run in own) else "as far as threads allow" if not variant.workers else "NO"
+        numbers = f"{seconds:9.2f}{ratios[0]:19.2f}{ratios[1]:14.2f}{cpu:14.2f}{memory:7.0f} MB"
+        print(f"{variant.name:26}{numbers}  {same}")
     if arguments.json:
         written_blocks = {"machine": machine, "variants": [asdict(one) for one in variants], "blocks": blocks}
         arguments.json.write_text(json.dumps(written_blocks, indent=1) + "\n")

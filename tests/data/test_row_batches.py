@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.data import row_batches
 from manyhands.data.row_batches import pack, read, to_batch, unpack
 from manyhands.errors import BadInput
 
@@ -51,6 +56,9 @@ def test_structures_and_kinds() -> None:
     assert list(found) == ["a", "words", "texts"]
     assert (found["words"], found["texts"].tolist()) == (["x", "", "ü"], ["p", "q", "r"])
     assert way(["x", "y", "z"]) == ["x", "y", "z"]
+    assert way([1, 2], [3]) == [1, 2, 3]
+    assert way([True, False], [True]) == [True, False, True]
+    assert way(np.array([b"\xff", b""], dtype=object)).tolist() == [b"\xff", b""]
     assert way([tensor, tensor])[1].shape == (3, 2)
 
 
@@ -80,9 +88,10 @@ def test_strides_gradients_and_offsets_do_not_matter() -> None:
         (torch.ones(2, dtype=torch.complex64), "complex64"),
         (torch.ones(2, 2).to_sparse(), "dense real numbers travel"),
         (torch.ones(2, 0), "which hold nothing"),
-        (np.array([object(), object()]), "objects"),
+        (np.array([object(), object()]), "holds object, and numbers"),
         (np.array(["2020-01-01"], dtype="datetime64[D]"), "holds datetime64"),
-        (["a", 1], "several types"),
+        (["a", 1], "holds int, str, and numbers, booleans and texts travel, of one type each"),
+        (np.array([b"a"], dtype="S1"), "holds .S1"),
     ],
 )
 def test_what_does_not_travel_is_named(given: Any, words: str) -> None:
@@ -114,3 +123,18 @@ def test_texts_that_are_none_are_no_rows() -> None:
     assert b"xyzxyz" in whole
     with pytest.raises(ValueError, match="rows that cannot be read"):
         read(whole.replace(b"xyzxyz", b"x\xff\xffxyz", 1))
+
+
+def test_pandas_is_not_imported() -> None:
+    """It would cost each worker more than the rest of its start."""
+    program = """if True:
+        import sys, numpy as np, torch
+        from manyhands.data.row_batches import pack, read, to_batch, unpack
+        given = {"a": torch.ones(3, 2), "b": np.zeros(3, bool), "c": ["x", "y", "z"], "d": np.array(["p"] * 3), "e": [1, 2, 3]}
+        unpack(read(pack([to_batch(given)])))
+        assert "pyarrow" in sys.modules and "pandas" not in sys.modules
+    """
+    source = Path(row_batches.__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(source)}, check=True, timeout=60
+    )

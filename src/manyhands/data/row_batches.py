@@ -156,14 +156,16 @@ def _length(name: str, column: Any) -> int:
 
 
 def _to_arrow(name: str, column: Any) -> tuple[Any, dict[str, Any]]:
-    """(array, what its field's metadata says)"""
+    """(array, what its field's metadata says)
+
+    Arrays are made of their memory: `pa.array` and `to_numpy` would import pandas, a third of a second of each worker.
+    """
     import pyarrow as pa
 
     if isinstance(column, list):
-        try:
-            return pa.array(column), {"kind": _LIST}
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise BadInput(f"column {name!r} is a list of values of several types: {error}") from None
+        if column and all(isinstance(value, int | float) for value in column):
+            return _of_numbers(np.array(column)), {"kind": _LIST}
+        return _of_texts(name, column), {"kind": _LIST}
     meta: dict[str, Any] = {"kind": _ARRAY}
     if isinstance(column, Tensor):
         if column.layout != torch.strided or column.is_complex() or column.is_quantized:
@@ -179,13 +181,12 @@ def _to_arrow(name: str, column: Any) -> tuple[Any, dict[str, Any]]:
             raise BadInput(
                 f"output {name!r} has dtype {tensor.dtype}, which does not travel: give it as float32"
             ) from None
-    meta["shape"] = list(column.shape[1:])
-    if column.dtype.kind in "OUS" and column.ndim == 1:
-        return _of_texts(name, column), {"kind": _ARRAY}
+    if column.dtype.kind in "OU" and column.ndim == 1:
+        return _of_texts(name, column.tolist()), {"kind": _ARRAY}
     if column.dtype.kind not in _NUMBERS:
         raise BadInput(f"output {name!r} holds {column.dtype}, and numbers, booleans and texts travel")
-    flat = np.ascontiguousarray(column).reshape(-1)
-    array = pa.array(flat if flat.dtype.isnative else flat.astype(flat.dtype.newbyteorder("=")))
+    meta["shape"] = list(column.shape[1:])
+    array = _of_numbers(np.ascontiguousarray(column).reshape(-1))
     for size in reversed(column.shape[1:]):
         if size == 0:
             raise BadInput(f"output {name!r} has rows of shape {list(column.shape[1:])}, which hold nothing")
@@ -193,13 +194,31 @@ def _to_arrow(name: str, column: Any) -> tuple[Any, dict[str, Any]]:
     return array, meta
 
 
-def _of_texts(name: str, column: np.ndarray[Any, Any]) -> Any:
+def _of_numbers(flat: np.ndarray[Any, Any]) -> Any:
+    """An Arrow array in this memory; of booleans, which Arrow packs, in memory of its own."""
     import pyarrow as pa
 
-    try:
-        return pa.array(column.tolist())
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise BadInput(f"column {name!r} holds objects, and numbers, booleans and texts travel: {error}") from None
+    if not flat.dtype.isnative:
+        flat = flat.astype(flat.dtype.newbyteorder("="))
+    memory = np.packbits(flat, bitorder="little") if flat.dtype == bool else flat
+    return pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(memory)])
+
+
+def _of_texts(name: str, values: list[Any]) -> Any:
+    import pyarrow as pa
+
+    if all(isinstance(value, str) for value in values):
+        kind, encoded = pa.large_string(), [value.encode("utf-8", "surrogatepass") for value in values]
+    elif all(isinstance(value, bytes) for value in values):
+        kind, encoded = pa.large_binary(), values
+    else:
+        kinds = sorted({type(value).__name__ for value in values})
+        raise BadInput(
+            f"column {name!r} holds {', '.join(kinds)}, and numbers, booleans and texts travel, of one type each"
+        )
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(value) for value in encoded], out=offsets[1:])
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))])
 
 
 def _of_arrow(column: Any, field: pa.Field) -> Any:
@@ -210,8 +229,7 @@ def _of_arrow(column: Any, field: pa.Field) -> Any:
     if "shape" not in meta:  # texts
         return np.array(column.to_pylist(), dtype=object)
     shape = tuple(meta["shape"])
-    pieces = [_flat(chunk, len(shape)) for chunk in column.chunks]
-    rows = np.concatenate(pieces) if len(pieces) > 1 else np.array(pieces[0])
+    rows = np.concatenate([_flat(chunk, len(shape)) for chunk in column.chunks])
     rows = rows.reshape(len(column), *shape)
     if meta["kind"] == _ARRAY:
         return rows
@@ -220,9 +238,17 @@ def _of_arrow(column: Any, field: pa.Field) -> Any:
 
 
 def _flat(chunk: Any, depth: int) -> np.ndarray[Any, Any]:
+    """All numbers of an array of lists, in its memory."""
+    import pyarrow as pa
+
     for _ in range(depth):
         chunk = chunk.flatten()
-    return np.asarray(chunk.to_numpy(zero_copy_only=False))
+    memory = chunk.buffers()[1]
+    if pa.types.is_boolean(chunk.type):
+        bits = np.unpackbits(np.frombuffer(memory, np.uint8), bitorder="little")
+        return bits[chunk.offset : chunk.offset + len(chunk)].view(bool)
+    dtype = np.dtype(chunk.type.to_pandas_dtype())
+    return np.frombuffer(memory, dtype, len(chunk), chunk.offset * dtype.itemsize)
 
 
 def _meta(field: pa.Field) -> dict[str, Any]:

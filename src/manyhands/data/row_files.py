@@ -91,7 +91,7 @@ class RowFile:
         if self.path.suffix.lower() == ".arrow":
             self._writer = pa.ipc.new_file(self._sink, schema)
         else:
-            texts = [field.name for field in schema if pa.types.is_string(field.type)]
+            texts = [field.name for field in schema if pa.types.is_large_string(field.type)]
             self._writer = pq.ParquetWriter(self._sink, schema, use_dictionary=texts)  # of floats it only costs time
 
     def _write_group(self) -> None:
