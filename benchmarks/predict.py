@@ -1,8 +1,8 @@
 """Predictions of many rows by several workers, beside one plain PyTorch process that makes the same batches.
 
-    python benchmarks/predict.py [--rows 1000000] [--workers 1 2 4] [--batch-size 256] [--blocks 5] [--json FILE]
+    python benchmarks/predict.py [--rows 1000000] [--workers 1 2 4] [--threads 1 2] [--hidden 512] [--batch-size 256] [--blocks 5] [--json FILE]
 
-An MLP (64 → 256 → 256 → 10, float32) on rows of a .npy file. In each block every variant runs once, in an order that
+An MLP (64 → H → H → 10, float32) on rows of a .npy file. In each block every variant runs once, in an order that
 rotates, each in a process of its own: the plain loop with one thread and with one for each core, once with its outputs in
 memory and once written into a Parquet file, and `mh.predict` likewise, with one thread a worker and its fork server warm.
 Printed are medians of seconds, of the ratio of the block's plain loop to them, of the ratio of their CPU time (all
@@ -30,7 +30,7 @@ import torch
 from machine import facts
 from torch import Tensor, nn
 
-WIDTH, HIDDEN, OUTPUTS = 64, 256, 10
+WIDTH, OUTPUTS = 64, 10
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Variant:
         return f"{who.replace('1 workers', '1 worker').replace('1 threads', '1 thread')}, {'file' if self.to_file else 'memory'}"
 
 
-def model() -> nn.Module:
+def model(hidden: int = 512) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS))
+        *(nn.Linear(WIDTH, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, OUTPUTS))
     ).eval()
 
 
-def plain(path: Path, batch_size: int, output: Path | None) -> Tensor | None:
+def plain(own: nn.Module, path: Path, batch_size: int, output: Path | None) -> Tensor | None:
     """The loop that anybody writes."""
-    rows, own, found = np.load(path, mmap_mode="r"), model(), []
+    rows, found = np.load(path, mmap_mode="r"), list[Tensor]()
     writer = None
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):
@@ -100,16 +100,17 @@ class Counted:
 _files: dict[int, int] = {}
 
 
-def one(variant: Variant, path: Path, batch_size: int, reference: Path) -> dict[str, float]:
+def one(variant: Variant, path: Path, batch_size: int, reference: Path, hidden: int) -> dict[str, float]:
     """In a process of its own: seconds and peak memory; the outputs are compared with the reference, or become it."""
+    own = model(hidden)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / "out.parquet" if variant.to_file else None
         if variant.workers == 0:
             torch.set_num_threads(variant.threads)
             with torch.no_grad():
-                model()(torch.zeros(batch_size, WIDTH))
+                own(torch.zeros(batch_size, WIDTH))
             before, start, cpu = reset_peak(), time.perf_counter(), time.process_time()
-            found: Any = plain(path, batch_size, output)
+            found: Any = plain(own, path, batch_size, output)
             seconds, cpu, after = time.perf_counter() - start, time.process_time() - cpu, peak()
         else:
             import manyhands as mh
@@ -119,9 +120,9 @@ def one(variant: Variant, path: Path, batch_size: int, reference: Path) -> dict[
             function = Counted(counted)
             with mh.Local(apart=True) as engine:
                 options = {"workers": variant.workers, "engine": engine, "threads_per_worker": variant.threads}
-                mh.predict(model(), torch.zeros(1000, WIDTH), output=output, **options)
+                mh.predict(own, torch.zeros(1000, WIDTH), output=output, **options)
                 before, start, cpu = reset_peak(), time.perf_counter(), time.process_time()
-                found = mh.predict(model(), path, function=function, batch_size=batch_size, output=output, **options)
+                found = mh.predict(own, path, function=function, batch_size=batch_size, output=output, **options)
                 seconds, after = time.perf_counter() - start, peak()
                 cpu = time.process_time() - cpu + function.seconds()
         if output is not None:
@@ -153,6 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--threads", type=int, nargs="+", help="of the plain loop, 1 first; default: 1 and all cores")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=5, help="in which each variant runs once")
     parser.add_argument("--json", type=Path, help="write all blocks here")
@@ -161,10 +164,10 @@ def main() -> None:
     if arguments.one:
         given = json.loads(arguments.one)
         variant, paths = Variant(**given["variant"]), (Path(given["path"]), Path(given["reference"]))
-        print(json.dumps(one(variant, paths[0], arguments.batch_size, paths[1])))
+        print(json.dumps(one(variant, paths[0], arguments.batch_size, paths[1], arguments.hidden)))
         return
     machine, cores = facts(), len(os.sched_getaffinity(0))
-    threads = [1] if cores == 1 else [1, cores]
+    threads = arguments.threads or ([1] if cores == 1 else [1, cores])
     variants = [Variant(0, count, to_file) for to_file in (False, True) for count in threads]
     variants += [Variant(workers, 1, to_file) for to_file in (False, True) for workers in arguments.workers]
     blocks: list[dict[str, dict[str, float]]] = []
@@ -172,10 +175,10 @@ def main() -> None:
         path = Path(folder) / "rows.npy"
         np.save(path, np.random.default_rng(0).standard_normal((arguments.rows, WIDTH), dtype=np.float32))
         reference = Path(folder) / "reference.npy"
-        run(Variant(0, 1, False), path, arguments.batch_size, reference)  # which writes it
+        run(Variant(0, 1, False), path, arguments, reference)  # which writes it
         for block in range(arguments.blocks):
             order = [variants[(i + block) % len(variants)] for i in range(len(variants))]
-            blocks.append({v.name: run(v, path, arguments.batch_size, reference) for v in order})
+            blocks.append({v.name: run(v, path, arguments, reference) for v in order})
             print(f"block {block + 1}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     print(
         f"\n{'':26}{'seconds':>9}{'plain, 1 thread /':>19}{'plain, all /':>14}{'CPU, plain /':>14}{'memory':>10}  rows equal"
@@ -201,9 +204,10 @@ def main() -> None:
         arguments.json.write_text(json.dumps(written_blocks, indent=1) + "\n")
 
 
-def run(variant: Variant, path: Path, batch_size: int, reference: Path) -> dict[str, float]:
+def run(variant: Variant, path: Path, arguments: argparse.Namespace, reference: Path) -> dict[str, float]:
     given = {"variant": asdict(variant), "path": str(path), "reference": str(reference)}
-    command = [sys.executable, __file__, "--batch-size", str(batch_size), "--one", json.dumps(given)]
+    sizes = ["--batch-size", str(arguments.batch_size), "--hidden", str(arguments.hidden)]
+    command = [sys.executable, __file__, *sizes, "--one", json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{variant.name} failed:\n{done.stderr}")
