@@ -164,6 +164,7 @@ def check_command(words: list[str]) -> None:
 def options() -> set[str]:
     """Of everything that trains, launches, or brings rows, and of all strategies."""
     takers: list[Callable[..., Any]] = [mh.train, mh.compare, mh.launch, Engine.run, cluster.Cluster.rows]
+    takers += [mh.predict, mh.evaluate]
     if find_spec("pyspark"):
         takers += [mh.spark.Estimator.__init__, mh.spark.frame]
     found = {name for taker in takers for name in inspect.signature(taker).parameters}

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from manyhands.evidence.estimate.estimate import estimate as estimate
     from manyhands.evidence.replay.replay import Replayed as Replayed
     from manyhands.evidence.replay.replay import replay as replay
+    from manyhands.inference.evaluate import evaluate as evaluate
+    from manyhands.inference.predict import Predictions as Predictions
+    from manyhands.inference.predict import predict as predict
     from manyhands.own_loop.launch import launch as launch
     from manyhands.own_loop.prepare import is_first as is_first
     from manyhands.own_loop.prepare import mean as mean
@@ -130,6 +133,7 @@ _WHERE = {
     "Needs": "strategies.base",
     "PeerLost": "errors",
     "Plans": "training.plans",
+    "Predictions": "inference.predict",
     "Preempted": "errors",
     "Progress": "callbacks",
     "Push": "server.pushes",
@@ -164,10 +168,12 @@ _WHERE = {
     "cut": "parallel.marks",
     "epoch_order": "data.sharding",
     "estimate": "evidence.estimate.estimate",
+    "evaluate": "inference.evaluate",
     "is_first": "own_loop.prepare",
     "launch": "own_loop.launch",
     "mean": "own_loop.prepare",
     "plan": "training.plans",
+    "predict": "inference.predict",
     "prepare": "own_loop.prepare",
     "read_history": "recording.run",
     "replay": "evidence.replay.replay",

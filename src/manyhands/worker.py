@@ -17,6 +17,7 @@ from manyhands.comm.group import Group
 from manyhands.comm.lost import LostGroup
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment, from_json, to_json
+from manyhands.data.row_pieces import RowPiece
 from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import Server, ServerSpec
@@ -65,6 +66,13 @@ class DriverClient(ABC):
 
         push: where workers may be lost, the number of this worker's push that will carry the slice.
         """
+
+    def deliver(self, piece: RowPiece) -> None:
+        """Hand rows to the driver, which puts those of all workers in order. Waits while it has enough that is too early.
+
+        Where each rank is its own driver they arrive at the next `collect`, on all ranks.
+        """
+        raise Unsupported("this engine brings no rows to the driver: use engine local, hosts, spark, torchrun or sim")
 
     def computed(self, rows: int) -> None:  # noqa: B027
         """A gradient over so many rows was computed. Where time is simulated it passes here; elsewhere it has passed."""

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.engines import cluster as module
 from manyhands.engines.base import Engine
-from manyhands.engines.cluster import NAMES, Cluster, Member, met, variables
+from manyhands.engines.cluster import NAMES, Cluster, HandedOut, Member, met, variables
 from manyhands.engines.nested import Nested
 from manyhands.engines.roles import ROLES, Roles
 from manyhands.engines.sim.engine import Sim
@@ -63,6 +63,35 @@ def test_rows_for_nobody() -> None:
         next(cluster_of(counts, "worker", 0).rows(4))
     with pytest.raises(BadInput, match="can read rows, and this process is ps"):
         next(replace(cluster_of(counts, "ps", 0), data=np.arange(4)).rows(4))
+
+
+def test_answers_are_numbered_as_their_rows_were_handed_out() -> None:
+    """Trainer 1 of 3: its batch k has the number 3k + 1, however the answers are batched."""
+    handed = HandedOut()
+    assert handed.begin(1, 3) == []
+    for rows in (4, 0, 4, 2):
+        handed.hand(rows)
+    assert handed.answer(3) == [(1, 0, 3, False)]
+    assert handed.answer(4) == [(1, 1, 1, True), (4, 0, 0, True), (7, 0, 3, False)]
+    assert handed.end() == (7, 1, 3)
+    assert handed.answer(3) == [(7, 1, 1, True), (10, 0, 2, True)]
+    assert handed.end() == (13, 0, 3)
+    with pytest.raises(BadInput, match="emit got 1 rows, and 0 are left"):
+        handed.answer(1)
+
+
+def test_answers_are_of_the_newest_pass() -> None:
+    """Rows that were for training have none; of an earlier pass that had some, those that are missing are given up."""
+    handed = HandedOut()
+    handed.begin(0, 2)
+    handed.hand(4)
+    assert handed.begin(0, 2) == []
+    handed.hand(3)
+    handed.hand(3)
+    assert handed.answer(4) == [(0, 0, 3, True), (2, 0, 1, False)]
+    assert handed.begin(0, 2) == [(2, 1)]
+    handed.hand(5)
+    assert handed.answer(5) == [(4, 0, 5, True)]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))

@@ -176,6 +176,7 @@ def tidied() -> Iterator[None]:
         (_Swallows(), 1, "failure", "raised KeyError, and launch returned"),
         (_Anonymous(), 1, "failure", "'step': 7.*got.*'step': 0"),
         (_Deaf(), 1, "events", "expected the order of sending"),
+        (_Deaf(), 1, "rows", "expected 4 pieces of rows, each once; got 0"),
         (_NeverStops(), 1, "stopping", r"expected \('', 'enough'\), got \[\('', ''\)\]"),
         (_OtherThread(), 1, "events", "another thread"),
         (_Leaky(), 1, "nothing_left", "descriptors"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands.checkpoint.paths import path_of
-from manyhands.cli import data, evidence, options, tables
+from manyhands.cli import data, evidence, inference, options, tables
 from manyhands.cli.config import text_of
 from manyhands.cli.options import stamped, task_fields, with_fields
+from manyhands.cli.options import started as _started
 from manyhands.engines.driver import supervisor
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, is_whole, whole_of
@@ -105,6 +104,11 @@ def manyhands(
     [bold]manyhands train digits -n 4 --strategy dynsgd --run-dir runs/mine[/bold]
     [bold]manyhands replay runs/mine[/bold]
     [bold]manyhands train my.py:task -n 4 --listen 10.0.0.1[/bold]
+
+    The trained model at work, on all rows of a file:
+
+    [bold]manyhands predict runs/mine rows.npy -o out.parquet -n 2[/bold]
+    [bold]manyhands evaluate runs/mine[/bold]
 
     Exit codes: 0 done, 1 failed, 2 bad input, 75 preempted and resumable (SIGTERM), 130 Ctrl-C.
     """
@@ -413,6 +417,8 @@ def replay(
     )
 
 
+for _using in (inference.predict, inference.evaluate):
+    app.command()(_using)
 for _measuring in (evidence.compare, evidence.check, evidence.calibrate, evidence.estimate, evidence.plan):
     app.command()(_measuring)
 
@@ -471,24 +477,6 @@ def summary(run: options.RunToSummarize, debug: options.Debug = False) -> None:
 
 for _listing in (tables.strategies, tables.tasks, tables.engines):
     app.command()(_listing)
-
-
-@contextmanager
-def _started(engine: str, workers: int | None) -> Iterator[Engine]:
-    """The engine; where it will start workers, they load torch while this process does.
-
-    How other hosts join, and who came, is said on standard error.
-    """
-    from manyhands.engines import engine_of
-
-    made = engine_of(engine)
-    made.announce(lambda text: typer.echo(f"manyhands: {text}", err=True))
-    if (workers or 1) > 1:
-        made.prestart()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def _callbacks(

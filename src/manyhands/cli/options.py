@@ -7,11 +7,11 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,9 @@ from manyhands.own_loop.observed.script import (
 )
 from manyhands.spec import parse
 from manyhands.strategies import CATALOGUE as STRATEGIES
+
+if TYPE_CHECKING:
+    from manyhands.engines.base import Engine as StartedEngine
 
 DEBUG = "manyhands.debug"  # set in the context by --debug
 TASK_FIELDS = (
@@ -328,6 +331,50 @@ OwnAddress = Annotated[
     str, _hosts("--listen", help="Where other hosts reach this one; default: as it reaches the driver.")
 ]
 
+_rows = partial(typer.Option, rich_help_panel="The rows, and what is made of them")
+TrainedRun = Annotated[
+    str, typer.Argument(metavar="RUN", help="The directory of a finished run, --run-dir of `train`.")
+]
+Rows = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="Rows: .npy, .npz, .txt, .parquet, .tfrecord, a folder or URL; or my.py:NAME, any data there.",
+    ),
+]
+RowsOrTests = Annotated[
+    str | None,
+    typer.Argument(metavar="[DATA]", help="Rows, as of `predict`; default: the task's test or validation data."),
+]
+Predicted = Annotated[
+    Path,
+    _rows("--output", "-o", metavar="FILE", help="Where the outputs go: .parquet or .arrow. A file there is replaced."),
+]
+OutputFunction = Annotated[
+    str | None,
+    _rows(
+        "--function",
+        metavar="FILE.py:NAME",
+        help="(model, batch) -> a tensor, or a tuple or dict of them; default: the model of the batch, or of its first part.",
+    ),
+]
+MetricsFunction = Annotated[
+    str | None,
+    _rows(
+        "--metrics",
+        metavar="FILE.py:NAME",
+        help="(model, batch) -> {name: mean or (mean, weight)}; default: the task's own.",
+    ),
+]
+KeptColumns = Annotated[
+    list[str] | None, _rows("--keep", metavar="COLUMN", help="A column of the data that goes along; may be repeated.")
+]
+TaskOfRun = Annotated[
+    str | None, _rows("--task", help="The run's task, where it lies in a file: my.py:task, with its options.")
+]
+RowLoaders = Annotated[int | None, _rows("--loader-processes", help="Load rows in so many, per worker.")]
+RowsOfACall = Annotated[int, _rows("--batch-size", help="Rows of one call of the model.", min=1)]
+
 MaxSeconds = Annotated[float | None, _run("--max-seconds", help="Stop after so long.")]
 Debug = Annotated[bool, _run("--debug", help="Show the traceback of every error.", callback=_debug)]
 
@@ -388,6 +435,24 @@ Log = Annotated[str, _watch("--log", help="auto (a bar on a terminal), json (eve
 
 
 # -- what several commands make of them ------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(engine: str, workers: int | None) -> Iterator[StartedEngine]:
+    """The engine; where it will start workers, they load torch while this process does.
+
+    How other hosts join, and who came, is said on standard error.
+    """
+    from manyhands.engines import engine_of
+
+    made = engine_of(engine)
+    made.announce(lambda text: typer.echo(f"manyhands: {text}", err=True))
+    if (workers or 1) > 1:
+        made.prestart()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def task_fields(given: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from typing_extensions import override
 
 from manyhands.engines.driver.host_processes import name_of, shard_of
 from manyhands.engines.survive import Survive
@@ -14,6 +17,7 @@ from manyhands.events import Event
 
 if TYPE_CHECKING:  # all import torch; a command starts the fork server before it does
     from manyhands.data.dataframe_rows import DistributedFrame
+    from manyhands.data.row_pieces import RowPiece
     from manyhands.engines.roles import Roles
     from manyhands.server.base import ServerSpec
     from manyhands.worker import Worker
@@ -41,9 +45,47 @@ class Observer:
         """A worker asks this and waits for the answer (a small JSON dict)."""
         return {}
 
+    def take_rows(self, piece: RowPiece) -> None:
+        """A worker delivered these rows. FrameError where they cannot be read."""
+
+    def must_wait(self, piece: RowPiece) -> bool:
+        """Whether the worker that delivered this is to wait with further rows; asked again when others have come."""
+        return False
+
     def stopping(self) -> str:
         """Polled about ten times a second: a reason to ask all workers to stop, or "" """
         return ""
+
+
+class PassingObserver(Observer):
+    """Passes everything on to another observer; whoever is derived from it changes some of that."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    @override
+    def event(self, event: Event) -> None:
+        self.observer.event(event)
+
+    @override
+    def own_event(self, event: Event) -> None:
+        self.observer.own_event(event)
+
+    @override
+    def answer(self, event: Event) -> dict[str, Any]:
+        return self.observer.answer(event)
+
+    @override
+    def take_rows(self, piece: RowPiece) -> None:
+        self.observer.take_rows(piece)
+
+    @override
+    def must_wait(self, piece: RowPiece) -> bool:
+        return self.observer.must_wait(piece)
+
+    @override
+    def stopping(self) -> str:
+        return self.observer.stopping()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,19 +263,22 @@ class Engine(ABC):
         until: Collection[str] = ("chief", "worker"),
         tensorboard: str | None = None,
         rows: Any = None,
+        output: str | Path | None = None,
         threads_per_worker: int | None = None,
         timeout_s: float = 300.0,
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Any]:
         """Call `function(cluster, *args)` in a process for each worker and role of another framework's own cluster.
 
         The environment is what TensorFlow, torch.distributed and JAX read; `cluster` says the same, see
-        `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended.
+        `engines.cluster.Cluster`. Returns {role: values by index}, None for a process that was ended; and where rows were
+        emitted (`cluster.emit`), {"rows": all of them, in order}.
 
         roles: who is there besides the workers: {"chief": 1, "ps": 2, "evaluator": 1}.
         until: when all of these roles have returned, the others (parameter servers run for ever) get a second.
             Where workers are servers too, as under TensorFlow 2's ParameterServerStrategy: ("chief",).
         tensorboard: a folder that TensorBoard shows beside the chief, at an address that the log shows.
         rows: what `cluster.rows(batch_size)` deals to those who train: as Task.train_data, `mh.spark.frame` too.
+        output: a file, `.parquet` or `.arrow`, into which emitted rows are written as they come; "rows" is then its path.
         workers=None: one per visible GPU, else 1; one process alone is the caller's.
 
         Raises as `launch`, a process named by its role ("ps 0"); Unsupported where the engine starts no processes.
@@ -244,4 +289,4 @@ class Engine(ABC):
         count = self.default_workers() if workers is None else workers
         cast = Roles(workers=count, others=dict(roles or {}), until=until)
         spec = LaunchSpec(workers=count, threads_per_worker=threads_per_worker, timeout_s=timeout_s, observer=Telling())
-        return run(self, Member(function, args, cast, tensorboard, rows), spec)
+        return run(self, Member(function, args, cast, tensorboard, rows), spec, output)

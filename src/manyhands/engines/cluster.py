@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Engine, LaunchSpec, Observer, check_brings
+from manyhands.engines.base import Engine, LaunchSpec, Observer, PassingObserver, check_brings
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.roles import CHIEF, EVALUATOR, TRAINING, WORKER, Roles
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
@@ -43,6 +44,8 @@ from manyhands.events import Event
 from manyhands.transport.address import bound, format_address, parse_address
 
 if TYPE_CHECKING:
+    from manyhands.data.row_pieces import RowPiece
+    from manyhands.engines.driver.row_collector import RowCollector
     from manyhands.worker import Worker
 
 LOG = logging.getLogger("manyhands")
@@ -57,6 +60,58 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _SPAN = 10_000, 100
 
 
+class HandedOut:
+    """The rows that a process got by `Cluster.rows`, as far as `Cluster.emit` has not answered them. Pure.
+
+    Batch k of trainer r of N has the number k·N + r: the order in which all trainers together got the rows.
+    """
+
+    def __init__(self) -> None:
+        self.started = False  # whether any rows were handed out
+        self.answered = False  # whether any were answered
+        self._open: deque[list[int]] = deque()  # [number, parts so far, rows left], in order
+        self._batches = 0
+        self._trainers = 1
+        self._rank = 0
+
+    def begin(self, rank: int, trainers: int) -> list[tuple[int, int]]:
+        """A pass over the rows begins: what is answered from now on is of it. The (number, part) that nobody answers."""
+        dropped = [(number, parts) for number, parts, _ in self._open] if self.answered else []
+        self._open.clear()
+        if not self.answered:
+            self._batches = 0  # of a pass that was for training, say
+        self.started, self._rank, self._trainers = True, rank, trainers
+        return dropped
+
+    def hand(self, rows: int) -> None:
+        """The next batch of the pass has so many rows, perhaps none."""
+        self._open.append([self._batches * self._trainers + self._rank, 0, rows])
+        self._batches += 1
+
+    def answer(self, rows: int) -> list[tuple[int, int, int, bool]]:
+        """(number, part, rows, whether it is the last part) of the next rows. BadInput for more than are open."""
+        left = sum(rest for _, _, rest in self._open)
+        if rows > left:
+            raise BadInput(
+                f"emit got {rows} rows, and {left} are left of those that cluster.rows gave this process: emit one row for each, in the order in which they came"
+            )
+        found = []
+        while self._open and (rows or not self._open[0][2]):
+            first = self._open[0]
+            now = min(rows, first[2])
+            found.append((first[0], first[1], now, now == first[2]))
+            first[1], first[2], rows = first[1] + 1, first[2] - now, rows - now
+            if not first[2]:
+                self._open.popleft()
+        self.answered = True
+        return found
+
+    def end(self) -> tuple[int, int, int]:
+        """(number, part, trainers): from there on nothing is answered."""
+        number, part = self._open[0][:2] if self._open else (self._batches * self._trainers + self._rank, 0)
+        return number, part, self._trainers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The argument of a function of `Engine.run`: its process's position among all."""
@@ -65,6 +120,7 @@ class Cluster:
     index: int  # among those of its role
     addresses: Mapping[str, tuple[str, ...]]  # of all processes, HOST:PORT, by role
     data: Any = field(default=None, repr=False)  # what `Engine.run` was given as rows
+    handed_out: HandedOut = field(default_factory=HandedOut, repr=False, compare=False)
 
     @property
     def address(self) -> str:
@@ -109,10 +165,66 @@ class Cluster:
         rank, size = self.trainers.index(self.address), len(self.trainers)
         whole = batch_size * size
         feed = Feed(open_source(self.data), rank=rank, size=size, batch_size=whole, seed=seed, shuffle=shuffle)
+        for number, part in self.handed_out.begin(rank, size):
+            self._deliver(None, number=number, part=part, last=True)
         for epoch in range(epochs):
-            for part in feed.epoch(epoch):
-                if part.batch is not None and not (drop_remainder and part.global_rows != whole):
-                    yield map_columns(part.batch, np.asarray)
+            for one in feed.epoch(epoch):
+                given = one.batch is not None and not (drop_remainder and one.global_rows != whole)
+                self.handed_out.hand(one.rows if given else 0)
+                if given:
+                    yield map_columns(one.batch, np.asarray)
+
+    def emit(self, rows: Any) -> None:
+        """Give rows back to the caller of `Engine.run`: an array whose first dimension counts rows, or a dict or tuple of
+        such; lists of texts too.
+
+        Each row answers one that this process got by `rows`, the first emitted the first that it got, however they are
+        batched. The caller has all answers in the order in which all processes together got the rows: with
+        `shuffle=False` that is the data's own. What no row answers is left out. A process that got no rows emits what it
+        likes, which comes in the order of its arrival.
+
+        Call it in the thread that runs the function. BadInput for more rows than are to be answered.
+        """
+        from manyhands.data.batch import rows_of, slice_rows
+
+        count = rows_of(rows)
+        if not self.handed_out.started:
+            self._deliver(rows, number=-1, part=0, last=True)
+            return
+        done = 0
+        for number, part, some, last in self.handed_out.answer(count):
+            own = slice_rows(rows, done, done + some) if some else None
+            self._deliver(own, number=number, part=part, last=last)
+            done += some
+
+    def _deliver(self, rows: Any, *, number: int, part: int, last: bool) -> None:
+        """One piece, to the driver. rows=None: an empty one."""
+        from manyhands.data.row_batches import pack, to_batch
+        from manyhands.data.row_pieces import RowPiece
+
+        batch = None if rows is None else to_batch(rows)
+        some, data = (0, b"") if batch is None else (batch.num_rows, pack([batch]))
+        worker = _worker()
+        piece = RowPiece(rank=worker.rank, number=number, part=part, last=last, rows=some, data=data)
+        worker.driver.deliver(piece)
+
+    def _end(self) -> None:
+        """The function has returned: this process answers no more."""
+        from manyhands.data.row_pieces import RowPiece
+
+        if self.handed_out.started:
+            worker = _worker()
+            number, part, trainers = self.handed_out.end()
+            worker.driver.deliver(RowPiece(rank=worker.rank, number=number, part=part, parts=trainers))
+
+
+def _worker() -> Worker:
+    from manyhands.worker import current
+
+    worker = current()
+    if worker is None:
+        raise BadInput("emit is for functions of Engine.run: outside of one there is no driver that takes rows")
+    return worker
 
 
 def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, str]:
@@ -137,8 +249,9 @@ def variables(cluster: Cluster, local_rank: int, local_size: int) -> dict[str, s
     }
 
 
-def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]]:
-    """{role: values by index}. What `spec` says of workers and roles gives way to the member's; see `Engine.run`."""
+def run(engine: Engine, member: Member, spec: LaunchSpec, output: str | Path | None = None) -> dict[str, Any]:
+    """{role: values by index}, and "rows" where rows were emitted. What `spec` says of workers and roles gives way to the
+    member's; see `Engine.run`."""
     if engine.capabilities.spmd or engine.capabilities.simulated:
         raise Unsupported(
             f"engine {engine.name} starts no processes, and another framework's cluster needs some: use engine local, "
@@ -150,11 +263,30 @@ def run(engine: Engine, member: Member, spec: LaunchSpec) -> dict[str, list[Any]
     frames = (member.rows,) if isinstance(member.rows, DistributedFrame) else ()
     if frames:
         check_brings(engine)
-    values = engine.launch(member, replace(spec, workers=len(roles.members), roles=roles, device="cpu", frames=frames))
-    found: dict[str, list[Any]] = {role: [] for role in roles.counts}
-    for (role, _), value in zip(roles.members, values, strict=True):
-        found[role].append(value)
+    from manyhands.engines.driver.row_collector import RowCollector
+
+    found: dict[str, Any] = {role: [] for role in roles.counts}
+    with RowCollector(output, holds=False) as collector:
+        spec = replace(spec, workers=len(roles.members), roles=roles, device="cpu", frames=frames)
+        values = engine.launch(member, replace(spec, observer=Receiving(spec.observer, collector)))
+        for (role, _), value in zip(roles.members, values, strict=True):
+            found[role].append(value)
+        if output is not None or collector.rows:
+            collector.finish()
+            found["rows"] = collector.values() if output is None else Path(output).expanduser()
     return found
+
+
+class Receiving(PassingObserver):
+    """Another observer, and what takes the rows that are emitted."""
+
+    def __init__(self, observer: Observer, collector: RowCollector) -> None:
+        super().__init__(observer)
+        self._collector = collector
+
+    @override
+    def take_rows(self, piece: RowPiece) -> None:
+        self._collector.take_rows(piece)
 
 
 class Telling(Observer):
@@ -184,7 +316,10 @@ class Member:
             if self.tensorboard is not None and cluster.is_chief:
                 url = stack.enter_context(shown(self.tensorboard, worker.listen))
                 worker.emit(TENSORBOARD, url=url)
-            return self.function(replace(cluster, data=self.rows), *self.args)
+            cluster = replace(cluster, data=self.rows)
+            value = self.function(cluster, *self.args)
+            cluster._end()
+            return value
 
 
 def met(worker: Worker, roles: Roles) -> tuple[Cluster, dict[str, str]]:

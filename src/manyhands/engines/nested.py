@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 from typing_extensions import override
 
 from manyhands.comm.group import Group, Ledger
 from manyhands.data.leases import End, Lease, Segment
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.single_process import InProcessDriverClient
@@ -32,6 +34,7 @@ class NestedDriverClient(DriverClient):
     def __init__(self, rank: int, here: InProcessDriverClient, outer: DriverClient) -> None:
         self._rank, self._here, self._outer = rank, here, outer
         self._waiting: list[Event] = []
+        self._pieces: list[RowPiece] = []
 
     @override
     def progress(self, phase: str, step: int) -> None:
@@ -58,6 +61,28 @@ class NestedDriverClient(DriverClient):
             for lines in everyone:
                 for line in lines:
                     self._here.emit(Event.from_json(line))
+        self._collect_rows(group)
+
+    @override
+    def deliver(self, piece: RowPiece) -> None:
+        self._pieces.append(piece)
+
+    def _collect_rows(self, group: Group) -> None:
+        """All ranks' pieces, to the observer of each."""
+        headers = group.all_gather_json([[piece.header(), len(piece.data)] for piece in self._pieces])
+        longest = max(sum(size for _, size in own) for own in headers)
+        if longest:
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            data = b"".join(piece.data for piece in self._pieces)
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+            everyone = group.all_gather(mine).numpy()  # [N, longest]
+        self._pieces.clear()
+        for rank, own in enumerate(headers):
+            at = 0
+            for header, size in own:
+                data = everyone[rank, at : at + size].tobytes() if size else b""
+                self._here.deliver(RowPiece(rank=rank, data=data, **header))
+                at += size
 
     @override
     def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:

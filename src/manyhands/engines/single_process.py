@@ -15,6 +15,7 @@ from manyhands import units
 from manyhands.comm.group import Group
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.cores import threads_per_worker
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed, traceback_of
@@ -134,6 +135,11 @@ class InProcessDriverClient(DriverClient):
     def ask(self, event: Event) -> dict[str, Any]:
         with self._observing():
             return self._observer.answer(event)
+
+    @override
+    def deliver(self, piece: RowPiece) -> None:
+        with self._observing():
+            self._observer.take_rows(piece)
 
     @override
     def collect(self, group: Group) -> None:

@@ -232,7 +232,7 @@ class Run:
             return self.model(batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch)
 
         place = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        source = open_source(_in_row_order(data, batch_size), collate=collate)
+        source = open_source(in_row_order(data, batch_size), collate=collate)
         feed = Feed(source, rank=0, size=1, batch_size=batch_size, seed=0, shuffle=False, device=place)
         with evaluating(self.model), closing(feed.epoch(0)) as slices:
             found = [merged([outputs(one.batch)], lambda own: own[0].cpu()) for one in slices if one.batch is not None]
@@ -349,8 +349,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _in_row_order(data: Any, batch_size: int) -> Any:
-    """A DataLoader as one without its sampler; anything else as it is."""
+def in_row_order(data: Any, batch_size: int) -> Any:
+    """A DataLoader as one without its sampler, so that each row of its dataset comes once, in the dataset's order; anything
+    else as it is."""
     if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data
     from manyhands.data.readers.loaders import is_indexed, options_of, unshared

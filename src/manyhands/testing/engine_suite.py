@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from typing_extensions import override
 
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import Engine, LaunchSpec, Observer
 from manyhands.errors import BadInput, UnknownName, Unsupported, WorkerFailed
 from manyhands.events import Event
@@ -200,6 +201,40 @@ class _RecordingObserver(Observer):
     def stopping(self) -> str:
         self.threads.add(threading.get_ident())
         return "enough" if len(self.events) >= self._stop_after else ""
+
+
+def check_rows(engine: Engine, workers: int = WORKERS) -> None:
+    """Rows that workers deliver reach the observer, each once, with the worker that they are of; who is told to wait goes on
+    when there is room."""
+    observer = _Rows(workers)
+    data = bytes(range(256)) * 1000
+
+    def program(worker: Worker) -> None:
+        for part in range(3):
+            worker.driver.deliver(RowPiece(rank=worker.rank, number=worker.rank, part=part, rows=1, data=data))
+        worker.driver.deliver(RowPiece(rank=worker.rank, number=workers + worker.rank, parts=workers))
+
+    _launch(engine, workers, program, observer)
+    wanted = [(rank, rank, part, data, 0) for rank in range(workers) for part in range(3)]
+    wanted += [(rank, workers + rank, 0, b"", workers) for rank in range(workers)]
+    got = sorted((one.rank, one.number, one.part, bytes(one.data), one.parts) for one in observer.came)
+    expect(got == sorted(wanted), f"expected {len(wanted)} pieces of rows, each once; got {len(got)}: {got!s:.300}")
+
+
+class _Rows(Observer):
+    """Keeps the pieces; workers wait after their first one until each has delivered one."""
+
+    def __init__(self, workers: int) -> None:
+        self.came: list[RowPiece] = []
+        self._workers = workers
+
+    @override
+    def take_rows(self, piece: RowPiece) -> None:
+        self.came.append(piece)
+
+    @override
+    def must_wait(self, piece: RowPiece) -> bool:
+        return len({one.rank for one in self.came}) < self._workers
 
 
 def check_events(engine: Engine, workers: int = WORKERS) -> None:

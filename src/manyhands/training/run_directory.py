@@ -286,19 +286,23 @@ def finished_run(config: TrainConfig, saved: dict[str, Any] | None = None) -> Ru
     if config.model_parallel is not None and isinstance(path, Path) and path.exists():
         _check_shapes(config.task, path)
         return Run.from_json(saved, directory=config.directory, answer=_answer_in(config.task, path, {}))
+    return restored_run(config.task, config.directory, saved)
+
+
+def restored_run(task: Task, directory: AnyPath, saved: dict[str, Any]) -> Run:
+    """The finished run in a directory, whose result.json is `saved`, with the models of this task."""
     try:
-        states = [checkpoints.SavedTensors(config.directory / name) for name in _models_among(saved["sha256"])]
+        states = [checkpoints.SavedTensors(directory / name) for name in _models_among(saved["sha256"])]
     except (OSError, SafetensorError) as problem:
         raise BadInput(
-            f"cannot read the parameters of the finished run in {config.directory} ({problem}): start again in another "
-            "run directory"
+            f"cannot read the parameters of the finished run in {directory} ({problem}): start again in another run directory"
         ) from None
 
-    models = _models_for(config.task, [state.shapes() for state in states], _saved)  # checked now
+    models = _models_for(task, [state.shapes() for state in states], _saved)  # checked now
     answer = Answer(lambda: _restored(models, states), list(_trainable(models[0]).values()))
-    if isinstance(config.task.model, nn.Module):
+    if isinstance(task.model, nn.Module):
         answer = Answer.of(answer.models)
-    return Run.from_json(saved, directory=config.directory, answer=answer)
+    return Run.from_json(saved, directory=directory, answer=answer)
 
 
 def shapes_in(directory: AnyPath) -> list[tuple[int, ...]]:

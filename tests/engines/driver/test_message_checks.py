@@ -27,6 +27,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "beat": {"phase": "compute", "step": 7, "idle_s": 0.5, "events": [{"type": "step", "rank": 2, "values": {"a": 1}}]},
     "ask": {"event": {"type": "validation", "values": {"metrics": {}}}},
     "lease": {"segment": SEGMENT, "replica": 1},
+    "rows": {"number": -1, "part": 0, "last": True, "parts": 0, "rows": 5},
     "arrive": {"name": "ring", "process_indices": [0, 2, -1], "value": ["10.0.0.2", 7000]},
     "place": {"generation": -1, "blank": True, "lost": None},
     "value": {"value": {"tensor": 0}},
@@ -62,6 +63,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
         )
     ]
     + [{"segment": {}}, {"replica": -1}, {"replica": None}],
+    "rows": [{"number": "0"}, {"part": -1}, {"last": 1}, {"parts": None}, {"rows": -1}],
     "arrive": [
         {"name": 3},
         {"process_indices": "all"},

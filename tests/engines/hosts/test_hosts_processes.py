@@ -86,6 +86,22 @@ def test_what_a_seat_says_is_carried_in_order(line: Line) -> None:
     assert third[1]["type"] == "exited"
 
 
+ROWS = {"type": "rows", "number": 4, "part": 0, "last": True, "parts": 0, "rows": 3}
+
+
+def test_delivered_rows_come_with_their_bytes(line: Line) -> None:
+    line.output(2, ROWS, [torch.tensor([1, 2, 3], dtype=torch.uint8)])
+    ((index, body),) = line.received(1)
+    assert (index, bytes(body.pop("data")), body) == (2, b"\x01\x02\x03", ROWS)
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.ones(3)], [torch.ones(3, dtype=torch.uint8)] * 2])
+def test_rows_in_anything_but_bytes_are_an_error(tensors: list[torch.Tensor], line: Line) -> None:
+    line.output(2, ROWS, tensors)
+    with pytest.raises(WorkerFailed, match=f"worker 2 sent rows in {len(tensors)} tensors: expected one of bytes"):
+        line.received(1)
+
+
 def test_a_seat_of_another_host_is_not_heard(line: Line) -> None:
     line.output(0, {"type": "value", "value": 1})
     line.output(2, {"type": "started"})

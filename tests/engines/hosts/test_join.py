@@ -191,6 +191,16 @@ def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
     assert "failed: it failed" in str(driver.error)
 
 
+@pytest.mark.parametrize("data", [b"bytes", b""])
+def test_rows_leave_as_a_header_and_bytes(data: bytes, driver: Driver) -> None:
+    host_processes = driver.launch()
+    host_processes.say(2, {"type": "rows", "number": 7, "rows": 3, "data": bytearray(data)})
+    message = driver.message()
+    assert message.body["body"] == {"type": "rows", "number": 7, "rows": 3}
+    assert message.tensors[0].numpy().tobytes() == data
+    driver.end()
+
+
 def test_a_value_of_too_many_bytes_is_the_workers_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     host_processes = driver.launch()
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)

@@ -9,13 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from manyhands import errors
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Leases, Segment
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.descriptors import room_for_descriptors
 from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
@@ -28,6 +29,7 @@ from manyhands.events import Event
 from manyhands.signals import PREEMPTED
 from manyhands.transport.frame import FrameError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
@@ -74,6 +76,7 @@ class Driver:
     _began: float = field(default=0.0, init=False)
     _paused: dict[int, float] = field(default_factory=dict, init=False)  # process -> until when
     _selector: selectors.BaseSelector = field(init=False, repr=False)
+    _delivered: dict[int, RowPiece] = field(default_factory=dict, init=False)  # what is not answered yet, by process
     _of_lost_hosts: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -196,9 +199,11 @@ class Driver:
                             self._fired(str(event.get("values", {}).get("fault")))
             case "lease" | "lease_of_push":
                 self._lease(process_index, Segment(**body["segment"]), body["replica"], body.get("push"))
+            case "rows":
+                self._take_rows(process_index, RowPiece(rank=process_index, **_without_type(body)))
             case "ask":
                 self._tell_observer()  # all that was emitted before the question
-                value = self._observed(self.spec.observer.answer, Event(**body["event"]))
+                value = self._observe(self.spec.observer.answer, Event(**body["event"]))
                 host_processes.send(process_index, {"type": "answer", "value": value})
             case "arrive":
                 self._arrived(process_index, body)
@@ -219,7 +224,7 @@ class Driver:
                 raise ManyhandsError(f"{self._who(process_index)} sent a message of unknown type {other!r}")
 
     def _error_of(self, process_index: int, body: dict[str, Any]) -> Failure:
-        fields = {name: value for name, value in body.items() if name != "type"}
+        fields = _without_type(body)
         if not body["family"]:
             place = f"{self._who(process_index)} failed in phase {body['phase']} at step {body['step']}"
             fields["message"] = f"{place}: {body['error']}: {body['message']}"
@@ -240,19 +245,23 @@ class Driver:
     def _tell_observer(self) -> None:
         """What was emitted, in order. It may write files: leases do not wait for that."""
         while self._news:
-            self._observed(self.spec.observer.event, self._news.popleft())
+            self._observe(self.spec.observer.event, self._news.popleft())
 
-    def _observed(self, deliver: Callable[[Event], T], event: Event) -> T:
-        """The observer's result for an event; WorkerFailed, with the worker and its host, where the event is malformed."""
+    def _observe(self, deliver: Callable[[Event], T], event: Event) -> T:
+        """The observer's result for an event."""
+        return self._observed(deliver, event, rank=-1 if event.rank is None else event.rank, step=event.step)
+
+    def _observed(self, deliver: Callable[[S], T], sent: S, *, rank: int, step: int) -> T:
+        """The observer's result for what a worker sent; WorkerFailed, with the worker and its host, where it is malformed."""
         try:
-            return self._busy(partial(deliver, event))
+            return self._busy(partial(deliver, sent))
         except FrameError as error:
-            rank = -1 if event.rank is None else event.rank
+            what = "an event" if isinstance(sent, Event) else "rows"
             message = (
-                f"{self._who(rank)} sent an event that cannot be read: {error}. Use the same version of manyhands on "
+                f"{self._who(rank)} sent {what} that cannot be read: {error}. Use the same version of manyhands on "
                 "all hosts"
             )
-            raise self._failed(Failure(rank=rank, phase="", step=event.step, message=message)) from error
+            raise self._failed(Failure(rank=rank, phase="", step=step, message=message)) from error
 
     def _busy(self, call: Callable[[], T]) -> T:
         """Time that the driver itself takes, in an observer or for a large program, is no silence of the workers."""
@@ -304,7 +313,7 @@ class Driver:
     def _tell_unfired(self) -> None:
         for fault in self._planned.values():
             warning = Event(type="warning", rank=0, values={"message": fault.missed()})
-            self._observed(self.spec.observer.event, warning)
+            self._observe(self.spec.observer.event, warning)
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
@@ -335,6 +344,18 @@ class Driver:
     def _leased(self, process_index: int, answer: Lease | End | None) -> None:
         value = None if answer is None else leases.to_json(answer)
         self._host_of[process_index].send(process_index, {"type": "leased", "value": value})
+
+    def _take_rows(self, process_index: int, piece: RowPiece) -> None:
+        """The worker goes on when it is answered: at once, or when rows that come before these have made room."""
+        step = self.monitor.processes[process_index].step
+        self._observed(self.spec.observer.take_rows, piece, rank=process_index, step=step)
+        self._delivered[process_index] = replace(piece, data=b"")
+        for other, theirs in [*self._delivered.items()]:
+            if not self.spec.observer.must_wait(theirs):
+                del self._delivered[other]
+                self._host_of[other].send(other, {"type": "delivered", "value": True})
+            elif other == process_index:
+                self._host_of[other].send(other, {"type": "delivered", "value": None})
 
     def _arrived(self, process_index: int, body: dict[str, Any]) -> None:
         invited = body["process_indices"]
@@ -434,3 +455,7 @@ class Driver:
         missing = "(no stack: the process does not answer, or has ended)"
         numbers = process_indices_of(self.spec.workers, self.spec.shard_processes)
         return "\n\n".join(f"{self.spec.name_of(number)}:\n{stacks.get(number) or missing}" for number in numbers)
+
+
+def _without_type(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "type"}

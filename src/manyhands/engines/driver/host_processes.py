@@ -9,6 +9,7 @@ each with its "type":
     ask     event                               -> answer {value}
     lease   segment                             -> leased {value}; value None: wait, another `leased` will come
     lease_of_push  segment, push                -> the same, where workers may be lost: the push that will carry the slice
+    rows    (the header of `RowPiece`), a descriptor of the bytes -> delivered {value}; value None: wait, another will come
     arrive  name, process_indices, value        -> complete {name, values}, in that order, once all arrived
     place   generation, blank, lost             -> formed (see `form`), or over: wait for a place in the next generation
     connect shard                               -> connected {view, process, address}: a descriptor of a connection to the
@@ -24,7 +25,7 @@ each with its "type":
     exited  status, phase, step, detail         its process ended; where it was last, and the stack that a crash wrote
     lost    why, phase, step                    its host is gone; where its last heartbeat was
 
-The driver sends answer, leased, complete, formed, over, pushes_of_lost, stop {reason} and interrupt {generation}; and where a member is
+The driver sends answer, leased, delivered, complete, formed, over, pushes_of_lost, stop {reason} and interrupt {generation}; and where a member is
 lost or out of its group, `broken` {generation, lost, host} to the others of that generation, and `dropped` instead of
 `complete`: nobody waits for it any more. To shards of a run whose members may change: connection {worker_id, process},
 fence {worker_id, process}, view {view}, with a descriptor where it has a new copy, and finish.

@@ -190,6 +190,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "ask": {"event": _event},
     "lease": {"segment": _segment, "replica": _count},
     "lease_of_push": {"segment": _segment, "replica": _count, "push": _count},
+    "rows": {"number": _whole, "part": _count, "last": _yes_or_no, "parts": _count, "rows": _count},
     "arrive": {"name": _line, "process_indices": _process_indices, "value": lambda value: value},
     "place": {"generation": _whole, "blank": _yes_or_no, "lost": _or_none(_whole)},
     "connect": {"shard": _count},

@@ -362,6 +362,11 @@ class Agent:
                     rank=process_index, phase="end", step=0, message=str(error), error=name, family=name, exit_code=2
                 )
                 body = {"type": "error", **vars(failure)}
+        elif body["type"] == "rows":
+            data = body.pop("data")
+            tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            self._send({"type": "from_process", "process_index": process_index, "body": body}, [tensor])
+            return
         elif body["type"] == "error" and body["error"] in _IMPORTS and body["phase"] == "start":
             hint = (
                 "this host needs it too: install it, or start `manyhands join` in the folder that has it, not in "

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec, Observer, PassingObserver
 from manyhands.engines.driver.host_processes import Entrance, HostProcesses
 from manyhands.engines.hosts.message_channel import MessageChannel
 from manyhands.engines.hosts.processes import RemoteProcesses
@@ -170,25 +170,24 @@ class HostEntrance(Entrance):
         return f"host {Roster.name_of(fields)}"
 
 
-@dataclass
-class Listening(Observer):
-    """The caller's observer; SIGTERM at a joined host stops the run as SIGTERM here does, unless hosts may leave it."""
+class Listening(PassingObserver):
+    """The caller's observer; SIGTERM at a joined host stops the run as SIGTERM here does, unless hosts may leave it.
 
-    observer: Observer
-    hosts: Sequence[RemoteProcesses]
-    warning: str = ""  # goes behind the run's first event
-    hosts_may_leave: bool = False
+    warning: goes behind the run's first event.
+    """
+
+    def __init__(
+        self, observer: Observer, hosts: Sequence[RemoteProcesses], warning: str = "", hosts_may_leave: bool = False
+    ) -> None:
+        super().__init__(observer)
+        self.hosts, self.warning, self.hosts_may_leave = hosts, warning, hosts_may_leave
 
     @override
     def event(self, event: Event) -> None:
-        self.observer.event(event)
+        super().event(event)
         if self.warning:
             message, self.warning = self.warning, ""
             self.observer.event(Event(type="warning", values={"message": message}))
-
-    @override
-    def answer(self, event: Event) -> dict[str, Any]:
-        return self.observer.answer(event)
 
     @override
     def stopping(self) -> str:

@@ -25,7 +25,7 @@ from manyhands.engines.hosts.plain_values import decode
 from manyhands.errors import ManyhandsError, WorkerFailed, is_whole
 from manyhands.transport.channel import ChannelClosed, ChannelTimeout
 from manyhands.transport.credentials import VARIABLE
-from manyhands.transport.frame import FrameError
+from manyhands.transport.frame import FrameError, bytes_of
 from manyhands.units import printable
 
 LOG = logging.getLogger("manyhands")
@@ -122,6 +122,10 @@ class RemoteProcesses(HostProcesses):
             self._where[process_index] = (message["phase"], message["step"])
         if message["type"] == "value" and "value" in message:
             message["value"] = decode(message["value"], tensors)
+        if message["type"] == "rows":
+            if [tensor.dtype for tensor in tensors] != [torch.uint8]:
+                raise FrameError(f"rows in {len(tensors)} tensors: expected one of bytes")
+            message["data"] = bytes_of(tensors[0])
         return message
 
     @override

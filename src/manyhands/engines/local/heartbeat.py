@@ -17,6 +17,7 @@ from typing_extensions import override
 from manyhands.comm.group import Group
 from manyhands.data import leases
 from manyhands.data.leases import End, Lease, Segment
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.driver.run_monitor import COMPILING
 from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.local.messages import Closed, ControlSocket, Status
@@ -117,6 +118,18 @@ class ProcessDriverClient(DriverClient):
         answer = self._question(question, "a request for rows")
         return None if answer["type"] == "dropped" else leases.from_json(answer["value"])
 
+    @override
+    def deliver(self, piece: RowPiece) -> None:
+        """The bytes go in a file without a name, whose descriptor the driver closes."""
+        fd = os.memfd_create("manyhands-rows", os.MFD_CLOEXEC)
+        try:
+            data = memoryview(piece.data)
+            while data.nbytes:  # one call writes 2 GB at most
+                data = data[os.write(fd, data) :]
+            self._question({"type": "rows", **piece.header()}, "rows that were delivered", (fd,))
+        finally:
+            os.close(fd)
+
     def rendezvous(self, name: str, process_indices: Sequence[int], value: Any) -> list[Any]:
         """A rendezvous of these processes, this one among them: give a value (JSON), get all values in their order.
 
@@ -129,18 +142,18 @@ class ProcessDriverClient(DriverClient):
         values: list[Any] = answer["values"]
         return values
 
-    def _question(self, question: dict[str, Any], what: str) -> dict[str, Any]:
+    def _question(self, question: dict[str, Any], what: str, fds: tuple[int, ...] = ()) -> dict[str, Any]:
         """Send a message and wait for its answer; `what` names it in the error of a driver that gives none."""
         self._asking = True
         try:
             self._questions.sock.settimeout(self._timeout_s)
-            self._questions.send(question)
+            self._questions.send(question, fds)
             while True:
                 for body, _ in self._questions.receive():
                     if body.get("value", body) is not None:
                         return body
-                    # Rows will come when worker 0 has trained alone, however long that takes: the driver watches it,
-                    # and this wire watches the driver.
+                    # Rows will come when worker 0 has trained alone, or delivered rows may go on when a slower worker's have
+                    # come, however long that takes: the driver watches it, and this wire watches the driver.
                     self._questions.sock.settimeout(None)
         except (Closed, BrokenPipeError, ConnectionResetError):
             end_this_group()

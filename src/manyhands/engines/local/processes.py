@@ -24,7 +24,9 @@ from manyhands.engines.local.serialization import deserialize
 from manyhands.errors import ManyhandsError, WorkerFailed
 
 _STACKS_S = 1.0
-_ANSWERS = frozenset({"answer", "leased", "complete", "dropped", "formed", "over", "connected", "pushes_of_lost"})
+_ANSWERS = frozenset(
+    {"answer", "leased", "complete", "dropped", "formed", "over", "connected", "pushes_of_lost", "delivered"}
+)
 """Messages that go to the thread that asked; all others go to the one that listens."""
 
 
@@ -221,6 +223,8 @@ class LocalProcesses(HostProcesses):
         if not message.fds:
             return message.body
         (fd,) = message.fds
+        if message.body["type"] == "rows":
+            return {**message.body, "data": _bytes_of(fd)}
         try:
             value = deserialize(fd, mapped=False)  # copied: it outlives the run, and no descriptor may
             return {**message.body, "value": value}
@@ -300,6 +304,17 @@ class LocalProcesses(HostProcesses):
             f"the process that starts the workers on {self.host} {how}. If it printed an error, the error is above"
         )
         return WorkerFailed(message, rank=-1, host=self.host, phase="start", step=0)
+
+
+def _bytes_of(fd: int) -> bytearray:
+    """What a file without a name holds; the descriptor is closed."""
+    try:
+        data, done = bytearray(os.fstat(fd).st_size), 0
+        while done < len(data):
+            done += os.preadv(fd, [memoryview(data)[done:]], done)
+        return data
+    finally:
+        os.close(fd)
 
 
 def tidy(dump: str) -> str:

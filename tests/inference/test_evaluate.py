@@ -1,0 +1,214 @@
+"""Metrics of N workers are those of one, and of a formula over all rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import manyhands as mh
+import plain
+from manyhands.errors import BadInput, Unsupported
+from manyhands.inference.measurements import OfTorchmetrics
+from manyhands.task import Summed
+from manyhands.testing.threads import together
+
+ROWS, BATCH = 203, 16
+X, Y = plain.rows(ROWS)
+BINARY = (Y > 0).long()
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return plain.mlp()
+
+
+def score() -> nn.Module:
+    return nn.Sequential(model(), nn.Linear(3, 1, bias=False).double(), nn.Flatten(0), nn.Sigmoid())
+
+
+def metrics(module: nn.Module, batch: Any) -> dict[str, Any]:
+    """A mean over rows, a weighted one, one that some batches lack, and a sum with a result of its own."""
+    out = module(batch[0])
+    rows, weights = F.cross_entropy(out, batch[1], reduction="none"), batch[0][:, 0].exp()
+    found: dict[str, Any] = {
+        "loss": rows.mean(),
+        "weighted": ((rows * weights).sum() / weights.sum(), weights.sum()),
+        "rmse": Summed(torch.stack([rows.square().sum(), torch.tensor(float(len(rows)))]), root),
+    }
+    chosen = batch[0][:, 1] > 1.5
+    return found | ({"chosen": (rows[chosen].mean(), int(chosen.sum()))} if chosen.any() else {})
+
+
+def root(sums: Tensor) -> dict[str, float]:
+    return {"rmse": float((sums[0] / sums[1]).sqrt())}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_means_are_of_all_rows(workers: int) -> None:
+    found = mh.evaluate(model(), (X, Y), metrics=metrics, workers=workers, engine="sim", batch_size=BATCH)
+    with torch.no_grad():
+        rows = F.cross_entropy(model()(X), Y, reduction="none")
+    weights = X[:, 0].exp()
+    wanted = {
+        "loss": rows.mean(),
+        "weighted": (rows * weights).sum() / weights.sum(),
+        "rmse": rows.square().mean().sqrt(),
+        "chosen": rows[X[:, 1] > 1.5].mean(),
+    }
+    assert found == pytest.approx({name: float(value) for name, value in wanted.items()}, rel=1e-12)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_what_is_no_mean_is_found_of_all_rows_in_order(workers: int) -> None:
+    def of_all(rows: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        outputs, targets = rows
+        assert torch.equal(targets, Y)
+        return {"median": outputs[:, 0].median(), "rows": len(outputs)}
+
+    found = mh.evaluate(model(), (X, Y), of_all=of_all, workers=workers, engine="sim", batch_size=BATCH)
+    with torch.no_grad():
+        wanted = torch.cat([model()(batch) for batch in X.split(BATCH)])[:, 0].median()
+    assert found == {"median": float(wanted), "rows": ROWS}
+
+
+def test_means_and_what_is_no_mean_in_one_call() -> None:
+    found = mh.evaluate(
+        *(model(), (X, Y)),
+        metrics=metrics,
+        function=lambda m, b: m(b[0]).argmax(1),
+        of_all=lambda rows: {"classes": len(rows.unique())},
+        workers=2,
+        engine="sim",
+    )
+    assert set(found) == {"loss", "weighted", "rmse", "chosen", "classes"}
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "sum states": lambda: torchmetrics.classification.BinaryF1Score(),
+    "lists of rows": lambda: torchmetrics.classification.BinaryAUROC(),
+    "binned": lambda: torchmetrics.classification.BinaryAUROC(thresholds=20),
+    "moments, merged by their own rule": lambda: torchmetrics.PearsonCorrCoef(),
+    "the largest": lambda: torchmetrics.MaxMetric(),
+}
+
+
+def outputs_for(name: str) -> Callable[[nn.Module, Any], Any]:
+    if name == "the largest":
+        return lambda module, batch: (module(batch[0]).float(),)
+    if name.startswith("moments"):
+        return lambda module, batch: (module(batch[0]).float(), batch[0][:, 0].float())
+    return lambda module, batch: (module(batch[0]).float(), batch[1])
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_states_of_torchmetrics_are_merged(name: str, workers: int) -> None:
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchmetrics: what it keeps takes memory
+        torch.manual_seed(3)
+        module, metric = score(), OBJECTS[name]()
+        with torch.no_grad():
+            metric.update(*outputs_for(name)(module, (X, BINARY)))
+        found = mh.evaluate(
+            *(module, (X, BINARY)),
+            metrics={"found": OBJECTS[name]()},
+            function=outputs_for(name),
+            workers=workers,
+            engine="sim",
+            batch_size=BATCH,
+        )
+    assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5)
+
+
+def test_a_worker_without_rows_takes_no_part_in_the_merge() -> None:
+    """Lists of rows are empty there, and sums are zero."""
+    scores, targets = torch.linspace(0, 1, 9), (torch.arange(9) % 3 > 0).long()
+
+    def program(worker: Any) -> float:
+        own = OfTorchmetrics({"auc": torchmetrics.classification.BinaryAUROC()}, lambda module, batch: batch)
+        if worker.rank != 1:
+            half = slice(0, 4) if worker.rank == 0 else slice(4, 9)
+            own.add(nn.Identity(), (scores[half], targets[half]), 4)
+        return own.result(worker.group)["auc"]
+
+    alone = torchmetrics.classification.BinaryAUROC()
+    alone.update(scores, targets)
+    assert together(3, program) == [pytest.approx(float(alone.compute()))] * 3
+
+
+def test_collections_and_metrics_of_several_numbers() -> None:
+    both = torchmetrics.MetricCollection(
+        {
+            "each": torchmetrics.classification.MulticlassAccuracy(3, average=None),
+            "all": torchmetrics.Accuracy("multiclass", num_classes=3),
+        }
+    )
+    found = mh.evaluate(model(), (X, Y), metrics=both, workers=2, engine="sim", batch_size=BATCH)
+    right = model()(X).argmax(1) == Y
+    wanted = {"all": right.double().mean()} | {f"each_{i}": right[i == Y].double().mean() for i in range(3)}
+    assert found == pytest.approx({name: float(value) for name, value in wanted.items()})
+    one = mh.evaluate(model(), (X, Y), metrics=torchmetrics.Accuracy("multiclass", num_classes=3))
+    assert one == {"MulticlassAccuracy": pytest.approx(found["all"])}
+
+
+class Averaged(torchmetrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.value = outputs.mean()
+
+    def compute(self) -> Tensor:
+        return self.value
+
+
+def test_a_metric_that_cannot_be_merged_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"metric 'a' \(Averaged\) averages its state 'value' over processes"):
+        mh.evaluate(model(), (X, Y), metrics={"a": Averaged()})
+
+
+def test_a_runs_own_metrics_on_its_own_rows(tmp_path: Path) -> None:
+    run = mh.train("digits:epochs=1", max_steps=20, run_dir=tmp_path / "run")
+    wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
+    for given in (run, tmp_path / "run"):
+        for workers in (1, 2):
+            assert mh.evaluate(given, workers=workers, engine="sim") == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_cannot_be_is_named() -> None:
+    for words, given, options in (
+        ("needs data", (model(),), {}),
+        ("needs metrics=", (model(), (X, Y)), {}),
+        ("metrics must be a function", (model(), (X, Y)), {"metrics": 3}),
+        ("must be one number", (model(), (X, Y)), {"metrics": lambda m, b: {"a": m(b[0])}}),
+        (r"of_all\(rows\) must return", (model(), (X, Y)), {"of_all": lambda rows: 3}),
+        ("need batches that are pairs", (model(), X), {"of_all": lambda rows: {}}),
+        ("a tuple of tensors", (model(), (X, Y)), {"metrics": torchmetrics.MeanMetric(), "function": lambda m, b: 3}),
+    ):
+        with pytest.raises(BadInput, match=words):
+            mh.evaluate(*given, **options)
+
+
+def test_a_kernels_own_measures(tmp_path: Path) -> None:
+    """A kernel measures without a loss: its task goes along as it is."""
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(1)
+    users, items = torch.randint(0, 10, (60,), generator=generator), torch.randint(0, 8, (60,), generator=generator)
+    data = {"users": users.numpy(), "items": items.numpy(), "ratings": torch.rand(60, generator=generator).numpy()}
+    task = mh.Task(
+        kernel=mh.kernels.Factors(users=10, items=8, rank=2), rate=0.1, train_data=data, test_data=data, batch_size=16
+    )
+    run = mh.train(task, strategy="solo")
+    wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
+    for workers in (1, 2):
+        assert mh.evaluate(run, task=task, workers=workers, engine="sim") == pytest.approx(wanted, rel=1e-9)

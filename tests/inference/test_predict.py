@@ -1,0 +1,302 @@
+"""Predictions in one process and on simulated workers: row by row what a plain loop gives."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import manyhands as mh
+import plain
+from manyhands.engines.base import Capabilities, Engine, Observer
+from manyhands.engines.local.engine import Local
+from manyhands.errors import BadInput, ManyhandsError, Unsupported, WorkerFailed
+from manyhands.inference.deal import Deal
+from manyhands.inference.program import on_cpu, placed
+from manyhands.worker import Worker
+
+BATCH = 16
+ROWS = [1, 2, 5, 16, 17, 250]
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(plain.mlp(), nn.Dropout(0.5))
+
+
+def inputs(rows: int) -> Tensor:
+    return plain.rows(rows)[0]
+
+
+def outputs(module: nn.Module, x: Tensor, batch_size: int = BATCH) -> Tensor:
+    """The plain loop."""
+    module.eval()
+    with torch.no_grad():
+        return torch.cat([module(batch) for batch in x.split(batch_size)])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_rows_come_in_order_with_the_bits_of_a_plain_loop(workers: int, rows: int) -> None:
+    """Rows that do not divide, fewer batches than workers, a last batch that is short."""
+    found = mh.predict(model(), inputs(rows), workers=workers, engine="sim", batch_size=BATCH)
+    assert torch.equal(found, outputs(model(), inputs(rows)))
+
+
+def test_the_callers_model_stays_as_it_is() -> None:
+    given = model()
+    given[0].eval()
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    for workers, engine in ((1, "local"), (2, "sim")):
+        found = mh.predict(given, inputs(20), workers=workers, engine=engine)
+        assert not found.requires_grad
+    assert [module.training for module in (given, given[0], given[1])] == [True, False, True]
+    assert all(torch.equal(value, given.state_dict()[name]) for name, value in before.items())
+
+
+class Words(Dataset[str]):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, i: int) -> str:
+        return "ab" * (i % 5) + str(i)
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(101))
+
+
+def numbers() -> Iterator[int]:
+    yield from range(101)
+
+
+class Sharded:
+    """A stream in four shards of unequal length."""
+
+    num_shards = 4
+
+    def __init__(self, shards: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        self.shards = shards
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        for shard in self.shards:
+            yield from range(100 * shard, 100 * shard + 10 * shard * shard + 3)
+
+
+def doubled(module: nn.Module, batch: Any) -> Any:
+    return torch.as_tensor(batch) * 2
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("data", [numbers, lambda: numbers(), Numbers(), DataLoader(Numbers(), batch_size=10)])
+def test_a_streams_order_is_its_own(data: Any, workers: int) -> None:
+    found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
+    assert found.tolist() == list(range(0, 202, 2))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_shards_of_a_stream_come_once_each_though_some_workers_end_early(workers: int) -> None:
+    found = mh.predict(nn.Identity(), Sharded, function=doubled, workers=workers, engine="sim", batch_size=8)
+    assert sorted(found.tolist()) == sorted(2 * number for number in Sharded())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_loader_stands_for_its_dataset_in_its_order(workers: int) -> None:
+    x, y = plain.rows(50)
+    loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=7, shuffle=True, drop_last=True)
+    found = mh.predict(model(), loader, workers=workers, engine="sim", batch_size=BATCH)
+    assert torch.equal(found, outputs(model(), x))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_texts_go_in_and_come_out(workers: int) -> None:
+    def measured(module: nn.Module, batch: list[str]) -> dict[str, Any]:
+        return {"text": [word.upper() for word in batch], "length": torch.tensor([len(word) for word in batch])}
+
+    found = mh.predict(nn.Identity(), Words(), function=measured, workers=workers, engine="sim", batch_size=4)
+    words = [Words()[i] for i in range(37)]
+    assert found["text"] == [word.upper() for word in words]
+    assert found["length"].tolist() == list(map(len, words))
+
+
+def test_tuples_dicts_and_kept_columns() -> None:
+    x = inputs(40)
+    wanted = outputs(model(), x)
+    table = {"id": np.array([f"row {i}" for i in range(40)]), "x": x, "other": torch.arange(40)}
+    pair = mh.predict(model(), x, function=lambda m, b: (m(b), b.sum(1)), workers=2, engine="sim", batch_size=BATCH)
+    assert torch.equal(pair[0], wanted)
+    assert torch.equal(pair[1], x.sum(1))
+    found = mh.predict(
+        *(model(), table),
+        function=lambda m, b: m(b["x"]),
+        keep=("id", "other"),
+        workers=2,
+        engine="sim",
+        batch_size=BATCH,
+    )
+    assert list(found) == ["id", "other", "prediction"]
+    assert found["id"].tolist() == table["id"].tolist()
+    assert torch.equal(found["other"], table["other"])
+    assert torch.equal(found["prediction"], wanted)
+
+
+def test_the_first_of_a_tuple_is_the_input_and_a_collate_function_makes_batches() -> None:
+    x, y = plain.rows(30)
+    assert torch.equal(mh.predict(model(), (x, y, y), batch_size=BATCH), outputs(model(), x))
+    rows = [x[i].tolist() for i in range(30)]
+    found = mh.predict(model(), rows, collate=lambda own: torch.tensor(own, dtype=torch.float64), batch_size=BATCH)
+    assert torch.equal(found, outputs(model(), x))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rows_go_into_a_file_in_order(workers: int, tmp_path: Path) -> None:
+    x, told = inputs(250), list[tuple[int, int]]()
+    found = mh.predict(
+        *(model(), {"x": x, "id": torch.arange(250)}),
+        function=lambda m, b: m(b["x"]),
+        keep=("id",),
+        output=tmp_path / "out.parquet",
+        workers=workers,
+        engine="sim",
+        batch_size=BATCH,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert (found.path, found.rows, len(found.rows_of_workers)) == (tmp_path / "out.parquet", 250, workers)
+    assert sum(found.rows_of_workers) == 250
+    assert told[-1] == (250, 250)
+    assert "250 rows in" in repr(found)
+    table = pq.read_table(found.path)
+    assert table["id"].to_pylist() == list(range(250))
+    assert table["prediction"].to_pylist() == outputs(model(), x).tolist()
+
+
+def test_a_long_piece_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.inference.program.PIECE_BYTES", 150)
+    found = mh.predict(model(), inputs(250), workers=2, engine="sim", batch_size=4)
+    assert torch.equal(found, outputs(model(), inputs(250), 4))
+
+
+def refused(words: str, *given: Any, error: type[Exception] = BadInput, **options: Any) -> None:
+    with pytest.raises(error, match=words):
+        mh.predict(*given, **options)
+
+
+def test_what_cannot_be_is_named() -> None:
+    x = inputs(20)
+    refused(r"a batch of the data is a dict \(x, y\).*function=", model(), {"x": x, "y": x})
+    refused("the function gave 1 rows for a batch of 20", model(), x, function=lambda m, b: m(b)[:1])
+    refused("first dimension counts rows", model(), x, function=lambda m, b: m(b).sum())
+    refused("a batch of it is no dict but Tensor", model(), x, keep=("id",))
+    refused("keep: the data has no column 'id'; it has x", model(), {"x": x}, keep=("id",))
+    refused("keep must be a tuple of columns' names", model(), {"x": x}, keep="id")
+    refused("needs an nn.Module, a manyhands.Run or the directory", 3, x)
+    refused("function must be a function", model(), x, function=3)
+    refused("batch_size must be a whole number", model(), x, batch_size=0)
+    refused("workers must be a whole number", model(), x, workers=0)
+    refused("must end in .parquet", model(), x, output="out.csv")
+    refused("KeyError", model(), x, function=lambda m, b: {}["x"], error=WorkerFailed)
+
+
+def test_an_error_leaves_no_file(tmp_path: Path) -> None:
+    def fails(module: nn.Module, batch: Tensor) -> Tensor:
+        if batch[0] >= 64:
+            raise KeyError("of the user")
+        return batch
+
+    for workers, engine in ((1, "local"), (3, "sim")):
+        with pytest.raises(WorkerFailed, match="of the user"):
+            mh.predict(
+                *(nn.Identity(), torch.arange(100)),
+                function=fails,
+                output=tmp_path / "out.parquet",
+                workers=workers,
+                engine=engine,
+                batch_size=8,
+            )
+        assert list(tmp_path.iterdir()) == []
+
+
+class Mute(Engine):
+    """An engine that brings no rows to a driver."""
+
+    name = "mute"
+    capabilities = Capabilities()
+
+    def launch(self, program: Any, spec: Any) -> Any:
+        return [program(Worker())]
+
+
+def test_an_engine_that_brings_no_rows_is_refused() -> None:
+    refused("this engine brings no rows to the driver", model(), inputs(3), engine=Mute(), error=Unsupported)
+
+
+class Losing(Local):
+    """An engine whose observer hears nothing."""
+
+    name = "losing"
+
+    def launch(self, program: Any, spec: Any) -> Any:
+        return super().launch(program, replace(spec, observer=Observer()))
+
+
+def test_rows_that_are_lost_on_the_way_are_missed() -> None:
+    refused(
+        "worker 0 delivered 3 rows, and 0 came: engine losing lost rows",
+        model(),
+        inputs(3),
+        engine=Losing(),
+        error=ManyhandsError,
+    )
+
+
+def test_rows_of_a_dataframe_on_several_hosts_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.data.dataframe_rows import HostRows, SharedRows
+
+    rows = SharedRows(HostRows.__new__(HostRows), [2, 2], [1, 1], 0)
+    monkeypatch.setattr("manyhands.inference.deal.open_source", lambda *_, **__: rows)
+    deal = Deal(data=None, batch_size=4)
+    with pytest.raises(Unsupported, match="lie on several hosts"):
+        deal.open()
+    assert deal.unordered().open() is rows
+
+
+def test_batches_with_buffers_in_evaluation_mode() -> None:
+    """Batch normalisation takes its own statistics, not the batch's, and keeps them."""
+    given = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(5).double()))
+    given.norm.running_mean.copy_(torch.arange(5.0))
+    found = mh.predict(given, inputs(40), workers=2, engine="sim", batch_size=8)
+    assert torch.allclose(found, (inputs(40) - torch.arange(5.0)) / (1 + 1e-5) ** 0.5)
+    assert given.norm.running_mean.tolist() == list(range(5))
+
+
+class Elsewhere(nn.Module):
+    """Its parameter says that it is on a device that the worker's is not; torch's meta device stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, device="meta"))
+
+
+def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> None:
+    given, cpu = Elsewhere(), nn.Linear(2, 2)
+    assert on_cpu(cpu) is cpu
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # it has no data to copy
+        on_cpu(given)
+    assert placed(cpu, Worker()) is cpu
+    there = placed(cpu, Worker(device=torch.device("meta")))
+    assert (there.weight.device.type, cpu.weight.device.type) == ("meta", "cpu")
+    assert placed(cpu, Worker(shares_process=True)) is not cpu

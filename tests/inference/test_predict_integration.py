@@ -1,0 +1,255 @@
+"""Predictions on real processes: the same bits for any number of workers, what a lost worker and a full disk leave."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from driver_script import Script, wait_until
+from torch import Tensor, nn
+
+import manyhands as mh
+import plain
+from manyhands.data.row_pieces import RowPiece
+from manyhands.engines.driver.row_collector import RowCollector
+from manyhands.engines.local.engine import Local
+from manyhands.errors import ManyhandsError, Preempted, WorkerFailed
+from manyhands.worker import current
+
+ROWS, BATCH = 203, 8
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(plain.mlp(), nn.Dropout(0.5))
+
+
+X = plain.rows(ROWS)[0]
+
+
+def plain_outputs(x: Tensor, batch_size: int = BATCH) -> Tensor:
+    own = model().eval()
+    with torch.no_grad():
+        return torch.cat([own(batch) for batch in x.split(batch_size)])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
+def test_rows_come_in_order_with_the_bits_of_a_plain_loop(local: Local, workers: int) -> None:
+    found = mh.predict(model(), X, workers=workers, engine=local, batch_size=BATCH, threads_per_worker=1)
+    assert torch.equal(found, plain_outputs(X))
+
+
+def test_fewer_rows_than_workers(local: Local) -> None:
+    assert torch.equal(mh.predict(model(), X[:2], workers=3, engine=local, batch_size=1), plain_outputs(X[:2], 1))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rows_that_loader_processes_load(local: Local, workers: int) -> None:
+    rows = [(X[i], i) for i in range(ROWS)]
+    found = mh.predict(
+        model(),
+        rows,
+        function=lambda m, b: (m(b[0]), b[1]),
+        workers=workers,
+        engine=local,
+        batch_size=BATCH,
+        loader_processes=1,
+    )
+    assert found[1].tolist() == list(range(ROWS))
+    assert torch.allclose(found[0], plain_outputs(X), rtol=1e-13)
+
+
+def test_metrics_of_many_workers_are_one_processes(local: Local) -> None:
+    x, y = plain.rows(ROWS)
+    task = plain.task(epochs=1)
+    found = [
+        mh.evaluate(model(), (x, y), task=task, metrics=task.evaluate, workers=workers, engine=local, batch_size=BATCH)
+        if task.evaluate is not None
+        else mh.evaluate(model(), (x, y), task=task, workers=workers, engine=local, batch_size=BATCH)
+        for workers in (1, 2, 3)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_a_slow_worker_holds_the_others_back(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of the first rows goes on when the driver has let another one wait: so much lies in memory, and no more."""
+    path, held, waiting = tmp_path / "out.parquet", tmp_path / "held", list[int]()
+    must_wait, take_rows = RowCollector.must_wait, RowCollector.take_rows
+
+    def noted(self: RowCollector, piece: RowPiece) -> bool:
+        if found := must_wait(self, piece):
+            held.touch()
+        return found
+
+    def measured(self: RowCollector, piece: RowPiece) -> None:
+        take_rows(self, piece)
+        waiting.append(self._order.waiting_bytes)
+
+    monkeypatch.setattr(RowCollector, "must_wait", noted)
+    monkeypatch.setattr(RowCollector, "take_rows", measured)
+    monkeypatch.setattr("manyhands.engines.driver.row_collector.WAITING_BYTES", 10_000)
+
+    def slow_at_first(module: nn.Module, batch: Tensor) -> Tensor:
+        if batch[0] == 0:
+            wait_until(held.exists)
+        return batch.repeat(1, 100)
+
+    found = mh.predict(
+        *(nn.Identity(), torch.arange(800.0).view(800, 1)),
+        function=slow_at_first,
+        output=path,
+        workers=3,
+        engine=local,
+        batch_size=BATCH,
+    )
+    pieces = 16 * BATCH * 100 * 4  # bytes of one lease, about
+    assert 10_000 < max(waiting) < 10_000 + 2 * pieces
+    assert [row[0] for row in pq.read_table(path)["prediction"].to_pylist()] == list(range(800))
+    assert sum(found.rows_of_workers) == 800
+
+
+def test_a_worker_that_dies_is_named_and_leaves_no_file(local: Local, tmp_path: Path) -> None:
+    def dies(module: nn.Module, batch: Tensor) -> Tensor:
+        if batch[0] >= 500:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    with pytest.raises(WorkerFailed, match=r"worker [01] on \S+ was killed by signal 9") as found:
+        mh.predict(
+            *(nn.Identity(), torch.arange(1000)),
+            function=dies,
+            output=tmp_path / "out.parquet",
+            workers=2,
+            engine=local,
+            batch_size=BATCH,
+        )
+    assert found.value.rank in (0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_all_workers_and_leaves_nothing(local: Local, tmp_path: Path) -> None:
+    local.prestart()  # whose files are another matter
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wide = torch.arange(4000.0)
+    options: dict[str, Any] = {"function": lambda m, b: b[:, None].repeat(1, 500) + torch.rand(len(b), 500)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, before[1]))
+    try:
+        with pytest.raises(ManyhandsError, match="File too large. Make room, or give another output"):
+            mh.predict(nn.Identity(), wide, output=tmp_path / "out.arrow", workers=2, engine=local, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sigterm_ends_it_with_an_error_that_says_so(local: Local, workers: int, tmp_path: Path) -> None:
+    driver = os.getpid()
+
+    def stops(module: nn.Module, batch: Tensor) -> Tensor:
+        worker = current()
+        assert worker is not None
+        if batch[0] == 0:
+            os.kill(driver, signal.SIGTERM)
+        if batch[0] > 0 or workers == 1:
+            wait_until(worker.driver.should_stop)
+        return batch
+
+    with pytest.raises(Preempted, match="asked to end .SIGTERM.: nothing was written"):
+        mh.predict(
+            *(nn.Identity(), torch.arange(1000)),
+            function=stops,
+            output=tmp_path / "out.parquet",
+            workers=workers,
+            engine=local,
+            batch_size=BATCH,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+SLOW = """
+    import threading, torch, manyhands as mh
+
+    def slow(model, batch):
+        if batch[0] > 300:
+            print("working", flush=True)
+            threading.Event().wait(100)
+        return batch
+
+    mh.predict(torch.nn.Identity(), torch.arange(1000), function=slow, output="out.parquet", workers=2, batch_size=8)
+"""
+
+
+def test_ctrl_c_leaves_no_file(script: Callable[..., Script], tmp_path: Path) -> None:
+    run = script(SLOW)
+    assert run.line().strip() == "working"
+    wait_until(lambda: [path for path in tmp_path.iterdir() if path.name.endswith(".partial")])
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(30) != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+TORCHRUN = """
+    import json, os, sys
+    import torch, manyhands as mh
+    import plain
+
+    torch.manual_seed(4)
+    model = plain.mlp().eval()
+    x, y = plain.rows(203)
+    found = mh.predict(model, x, batch_size=8)
+    written = mh.predict(model, x, batch_size=8, output="out.parquet")
+    with torch.no_grad():
+        wanted = model(x)
+    stream = mh.predict(torch.nn.Identity(), lambda: iter(range(31)), function=lambda m, b: b, batch_size=4)
+    metrics = mh.evaluate(model, (x, y), metrics=lambda m, b: {"mean": m(b[0]).mean()}, of_all=lambda rows: {"median": rows[0].median()})
+    with open(f"rank{os.environ['RANK']}.json", "w") as file:
+        json.dump(
+            {
+                "close": torch.allclose(found, wanted, rtol=1e-12),
+                "stream": stream.tolist() == list(range(31)),
+                "rows": written.rows,
+                "mean": abs(metrics["mean"] - float(wanted.mean())) < 1e-12,
+                "median": metrics["median"] == float(found.median()),
+            },
+            file,
+        )
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_every_rank_gets_all_rows_and_the_first_writes(tmp_path: Path) -> None:
+    from textwrap import dedent
+
+    (tmp_path / "program.py").write_text(dedent(TORCHRUN))
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}", "TMPDIR": str(tmp_path)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "program.py"]
+    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    import json
+
+    for rank in range(3):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found == {"close": True, "stream": True, "rows": 203, "mean": True, "median": True}
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 203
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+
+
+def test_inside_of_a_launch_the_workers_that_are_there_compute(local: Local) -> None:
+    def program() -> tuple[Tensor, float]:
+        return mh.predict(model(), X, batch_size=BATCH), time.monotonic()
+
+    found = mh.launch(program, workers=2, engine=local)
+    assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows, _ in found)
