@@ -300,3 +300,23 @@ def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> No
     there = placed(cpu, Worker(device=torch.device("meta")))
     assert (there.weight.device.type, cpu.weight.device.type) == ("meta", "cpu")
     assert placed(cpu, Worker(shares_process=True)) is not cpu
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"counted": False}], ids=str)
+def test_rows_of_shards_come_in_the_order_of_the_files(
+    workers: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    for i, numbers in enumerate(np.split(np.arange(500), [7, 7, 300, 301])):
+        (tmp_path / "rows" / f"{i}.csv").write_text("x\n" + "".join(f"{number}\n" for number in numbers))
+    found = mh.predict(
+        nn.Linear(1, 1),
+        mh.shards(tmp_path / "rows", **options),
+        function=lambda model, batch: 2 * batch["x"],
+        workers=workers,
+        engine=mh.Sim(),
+        batch_size=13,
+    )
+    assert found.tolist() == [2 * number for number in range(500)]

@@ -100,10 +100,19 @@ class Deal:
         whole = self.batch_size * worker.size
         if isinstance(source, Unsized) and source.batch_size is not None:
             whole = source.batch_size  # its batches come as they come
-        feed = Feed(source, rank=worker.rank, size=worker.size, batch_size=whole, shuffle=False, device=worker.device)
-        with closing(feed.epoch(0)) as slices:
+        feed = Feed(
+            source,
+            rank=worker.rank,
+            size=worker.size,
+            batch_size=whole,
+            shuffle=False,
+            device=worker.device,
+            keeps=self.in_order,  # a stream's shards, too, are read whole: their rows have no order else
+        )
+        with closing(feed), closing(feed.epoch(0)) as slices:
             for one in slices:
                 _obey(worker)
+                feed.keep_from(0, one.index)
                 number = one.index * worker.size + worker.rank
                 yield Dealt(batch=one.batch, rows=one.rows, number=number, last=True)
 

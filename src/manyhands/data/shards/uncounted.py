@@ -51,8 +51,8 @@ class ShardReader(ABC):
     shards: int
 
     @abstractmethod
-    def open(self, shard: int, seed: int, epoch: int) -> Iterator[Rows]:
-        """A shard's rows in pieces, the same each time for the same arguments."""
+    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
+        """A shard's rows in pieces, the same each time for the same shuffle, seed and epoch of a reading."""
 
     @abstractmethod
     def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
@@ -166,7 +166,7 @@ class UncountedRows(Unsized):
             while wanted:
                 while waiting and len(under_way) < lanes:
                     shard = waiting.popleft()
-                    one = _Open(shard, iter(self.reader.open(shard, reading.seed, reading.epoch)))
+                    one = _Open(shard, iter(self.reader.open(shard, reading)))
                     one.skip(dealt.now(shard))
                     under_way.append(one)
                 if not under_way:
@@ -231,13 +231,12 @@ class FileReader(ShardReader):
         table.types  # noqa: B018 - raises where there are no rows at all
 
     @override
-    def open(self, shard: int, seed: int, epoch: int) -> Iterator[Rows]:
+    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
         for number, piece in enumerate(self._table.read_whole(shard, self._cache)):
-            order = (
-                np.random.default_rng((seed, epoch, shard, number)).permutation(piece.num_rows)
-                if self._shuffle
-                else None
-            )
+            order = None
+            if self._shuffle and reading.shuffle:
+                own = np.random.default_rng((reading.seed, reading.epoch, shard, number))
+                order = own.permutation(piece.num_rows)
             url = self._table.files[shard].file.url
             yield _Columns(stored_columns(piece, url, order), piece.num_rows)
 
@@ -274,10 +273,10 @@ class DatasetReader(ShardReader):
         self._dataset, self._collate = dataset, collate
 
     @override
-    def open(self, shard: int, seed: int, epoch: int) -> Iterator[Rows]:
+    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
         if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)
-        own = RngScope((seed, epoch, shard))
+            self._dataset.set_epoch(reading.epoch)
+        own = RngScope((reading.seed, reading.epoch, shard))
         with own:
             rows = iter(self._dataset.shard(num_shards=self.shards, index=shard))
         while True:
