@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,12 @@ def stored_columns(batch: pa.RecordBatch, what: str, order: np.ndarray[Any, Any]
     import pyarrow as pa
 
     columns: dict[str, Stored] = {}
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if _is_text(field.type) and not column.null_count:
-            columns[field.name] = column if order is None else column.take(pa.array(order))
+    for stored, column in zip(batch.schema, batch.columns, strict=True):
+        if _is_text(stored.type) and not column.null_count:
+            columns[stored.name] = column if order is None else column.take(pa.array(order))
         else:
-            array = arrow_array(column, f"column {field.name!r} of {what}")
-            columns[field.name] = array if order is None else np.take(array, order, axis=0)
+            array = arrow_array(column, f"column {stored.name!r} of {what}")
+            columns[stored.name] = array if order is None else np.take(array, order, axis=0)
     return columns
 
 
@@ -85,8 +85,8 @@ def joined(name: str, parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> A
 class RowDecoder:
     """What makes a batch of the columns of its rows."""
 
-    of_members: bool = False
-    """Whether columns hold members of a tar, which are decoded by their suffix."""
+    suffixes: Mapping[str, str] = field(default_factory=dict)
+    """{column: suffix} of those that hold files' bytes, such as members of a tar."""
     decode: Callable[..., Any] | None = None
     """The user's: {column: value} -> row; with a parameter `rng` also numpy's Generator of that row."""
     collate: Collate | None = None
@@ -103,12 +103,15 @@ class RowDecoder:
 
     def batch(self, columns: Mapping[str, Any], rngs: Callable[[int], np.random.Generator]) -> Any:
         """columns: as `joined` makes them. rngs: the Generator of a row, by its place in the batch."""
-        if self.decode is None and self.of_members:
-            columns = {name: self._decoded(name, values) for name, values in columns.items()}
+        if self.decode is None:
+            columns = {
+                name: self._decoded(name, values) if name in self.suffixes else values
+                for name, values in columns.items()
+            }
         if self.decode is None and self.collate is None:
             return {
                 name: _as_tensor(name, values)
-                if self.of_members or isinstance(values, np.ndarray)
+                if self.suffixes or isinstance(values, np.ndarray)
                 else np.array(values, object)
                 for name, values in columns.items()
             }
@@ -122,13 +125,13 @@ class RowDecoder:
         return self.decode(row) if own is None else self.decode(row, rng=own)
 
     def _decoded(self, name: str, values: Any) -> Any:
-        suffix = name.rpartition(".")[2]
+        suffix = self.suffixes[name]
         if suffix in _PICKLED:
             raise BadInput(
                 f"members .{name} may hold pickled objects, which are never loaded: give decode=, a function of the row that makes "
                 "something of its bytes, or columns= without it"
             )
-        if name == "__key__" or suffix not in DECODERS:
+        if suffix not in DECODERS:
             return values
         if suffix == "npy" and (together := _npys(values)) is not None:
             return together

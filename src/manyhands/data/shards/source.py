@@ -21,7 +21,6 @@ from manyhands.data.sharding import ticks
 from manyhands.data.shards.block_order import BlockOrder, Positions
 from manyhands.data.shards.decode import RowDecoder, Stored, joined, stored_columns
 from manyhands.data.shards.find import find
-from manyhands.data.shards.formats.tar import Tar
 from manyhands.data.shards.host_cache import HostCache, default_folder
 from manyhands.data.shards.table import ShardTable, counts_soon, in_pieces
 from manyhands.data.shards.uncounted import AHEAD_BYTES, FileReader, UncountedRows
@@ -74,7 +73,7 @@ class Shards:
         if counted is None:
             counted = self.shuffle is True or counts_soon(files)
         table = ShardTable.of(files, self.columns, cache or index_cache(folder), counted)
-        decoder = RowDecoder(of_members=isinstance(table.files[0], Tar), decode=self.decode, collate=collate)
+        decoder = RowDecoder(suffixes=table.suffixes(), decode=self.decode, collate=collate)
         if not counted:
             reader = FileReader(table, cache, decoder, self.shuffle is not False)
             return UncountedRows(reader, self.lanes, self.shuffle is not False, table)
@@ -103,7 +102,7 @@ def shards(
 ) -> Shards:
     """Rows of files that are read while the run trains, so that they need not fit into memory.
 
-    paths: files, globs, folders or URLs of one format: Parquet, Arrow, TFRecord, tar (webdataset's layout), CSV, JSON lines or text.
+    paths: files, globs, folders or URLs of one format: Parquet, Arrow, TFRecord, tar (webdataset's layout), MDS (Mosaic's), CSV, JSON lines or text.
     columns: those that are read; default: all.
     shuffle: "blocks:K" mixes the rows of K blocks at a time (a row group, a record batch, 16 MB of other files) and reads files from
         front to back; True draws from all rows, which are kept decoded in the host's cache; False takes rows in their own order.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from manyhands import units
 from manyhands.data.input_counters import InputCounters
-from manyhands.data.shards.formats.arrow import Arrow
 from manyhands.data.shards.formats.base import Block, ShardFile
 from manyhands.data.shards.formats.by_suffix import shard_file
 from manyhands.data.shards.formats.parquet import Parquet
@@ -98,6 +97,10 @@ class ShardTable:
         each = zip(self.files, self._indexes, strict=True)
         return [(shard, types) for shard, (blocks, types) in each if any(block.rows for block in blocks)]
 
+    def suffixes(self) -> dict[str, str]:
+        """{column: suffix} of the columns that hold files' bytes."""
+        return next((shard.suffixes() for shard in self.files if shard.types()), {})
+
     @cached_property
     def blocks(self) -> list[tuple[int, Block]]:
         """(file, block) of all, in order."""
@@ -156,7 +159,7 @@ class ShardTable:
             self.counters.add(**{"hits" if was_there else "misses": 1})
             yield from batches
             return
-        for block in shard.blocks() if isinstance(shard, Parquet | Arrow) else [shard.whole()]:
+        for block in shard.blocks() if shard.tells_rows else [shard.whole()]:
             yield from self._read(shard, block)
         shard.file.check()
 
@@ -204,7 +207,7 @@ class ShardTable:
 def counts_soon(urls: Sequence[str]) -> bool:
     """Whether these files say how many rows they have, or are at hand to be counted."""
     shard = shard_file(urls[0])
-    return isinstance(shard, Parquet | Arrow) or shard.file.local is not None
+    return shard.tells_rows or shard.file.local is not None
 
 
 def in_pieces(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:

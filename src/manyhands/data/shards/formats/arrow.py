@@ -18,6 +18,8 @@ _MAGIC = b"ARROW1\x00\x00"
 
 
 class Arrow(ShardFile):
+    tells_rows = True
+
     @override
     def types(self) -> dict[str, pa.DataType]:
         with self._opened() as (_, reader, _):

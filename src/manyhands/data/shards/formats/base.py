@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from manyhands.data.shards.stored_file import StoredFile
 
@@ -43,6 +43,8 @@ class ShardFile(ABC):
     """One file of rows. Every method may be called by several threads. A row is one value of each column."""
 
     file: StoredFile
+    tells_rows: ClassVar[bool] = False
+    """Whether a look at its header or footer says how many rows it has."""
 
     @abstractmethod
     def types(self) -> dict[str, pa.DataType]:
@@ -58,6 +60,10 @@ class ShardFile(ABC):
 
         Raises BadInput, naming file and row or column, for what is damaged, and for rows that lack a column.
         """
+
+    def suffixes(self) -> dict[str, str]:
+        """{column: the suffix of a file with such bytes}, by which its values are decoded; of columns that need it."""
+        return {}
 
     def whole(self) -> Block:
         """All of a file whose rows nobody has counted, as one block. Not of formats that say how many they are."""

@@ -8,6 +8,7 @@ from manyhands.data.input_counters import InputCounters
 from manyhands.data.shards.formats.arrow import Arrow
 from manyhands.data.shards.formats.base import ShardFile
 from manyhands.data.shards.formats.lines import Csv, Json, Text
+from manyhands.data.shards.formats.mosaic import Mosaic
 from manyhands.data.shards.formats.parquet import Parquet
 from manyhands.data.shards.formats.tar import Tar
 from manyhands.data.shards.formats.tfrecord import TFRecord
@@ -19,12 +20,13 @@ FORMATS: dict[str, tuple[re.Pattern[str], type[ShardFile]]] = {
     ".arrow": (re.compile(r"\.(arrow|feather)$", re.IGNORECASE), Arrow),
     ".tfrecord": (re.compile(r"\.tfrecords?(-\d+-of-\d+)?(\.gz)?$", re.IGNORECASE), TFRecord),
     ".tar": (re.compile(r"\.(tar|tar\.gz|tgz)$", re.IGNORECASE), Tar),
+    ".mds": (re.compile(r"\.mds$", re.IGNORECASE), Mosaic),
     ".csv": (re.compile(r"\.(csv|tsv)$", re.IGNORECASE), Csv),
     ".jsonl": (re.compile(r"\.(jsonl|ndjson)$", re.IGNORECASE), Json),
     ".txt": (re.compile(r"\.(txt|text)$", re.IGNORECASE), Text),
 }
 """{the format's name: the suffixes that stand for it, how it is read}"""
-KINDS = ".parquet, .arrow, .tfrecord, .tar, .csv, .jsonl or .txt files, or a folder of one of these"
+KINDS = ".parquet, .arrow, .tfrecord, .tar, .mds, .csv, .jsonl or .txt files, or a folder of one of these"
 
 
 def format_of(url: str) -> str | None:

@@ -22,6 +22,8 @@ _FOOTER_BYTES = 1 << 16  # read at least, of a store; row groups are read in lar
 
 
 class Parquet(ShardFile):
+    tells_rows = True
+
     @override
     def types(self) -> dict[str, pa.DataType]:
         with self._named():

@@ -56,6 +56,10 @@ class Tar(ShardFile):
         return {}
 
     @override
+    def suffixes(self) -> dict[str, str]:
+        return {name: name.rpartition(".")[2] for name in self.types() if name != KEY}
+
+    @override
     def blocks(self) -> list[Block]:
         blocks: list[Block] = []
         first = rows = begin = end = 0
