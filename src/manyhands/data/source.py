@@ -32,6 +32,15 @@ class ShardPositions:
     def now(self, shard: int) -> int:
         return self.read.get(str(shard), self.begun.get(str(shard), 0))
 
+    @classmethod
+    def together(cls, found: Sequence[ShardPositions]) -> ShardPositions:
+        """What all workers know of one deal: of each shard, the furthest."""
+        read: dict[str, int] = {}
+        for shard, rows in (item for own in found for item in own.read.items()):
+            before = read.get(shard, 0)
+            read[shard] = -1 if -1 in (rows, before) else max(rows, before)
+        return cls(size=found[0].size, begun=found[0].begun, read=read)
+
 
 @dataclass(frozen=True)
 class Slice:

@@ -555,8 +555,12 @@ class Loop:
             self.ticks_per_epoch is None and part.global_rows is not None and self.worker.mesh.rows[1] > 1
         )
         if part.dealt is not None:
-            position.shards = position.shards or {**vars(part.dealt), "read": dict(part.dealt.read)}
-            position.shards["read"].update(part.read)
+            dealt = {**vars(part.dealt), "read": dict(part.dealt.read)}
+            known = position.shards or dealt
+            if (known["size"], known["begun"]) != (dealt["size"], dealt["begun"]):  # to others than before
+                known = dealt
+            known["read"].update(part.read)
+            position.shards = known
 
     # -- records -----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.declared = run_state.declared(self.replica)
         self._writer = PartWriter(at_once=self.worker.shares_process)
+        self._resumed: ShardPositions | None = None  # of the epoch in which this launch went on
 
     def save(self, position: TrainingPosition, state: State) -> None:
         """A collective; nothing where no checkpoints are wanted."""
@@ -80,7 +81,10 @@ class Saver:
         if self.feed.ticks is not None or self.worker.elastic:
             return None
         found = [own for own in self.worker.group.all_gather_json(position.shards) if own]
-        return {**found[0], "read": {k: v for own in found for k, v in own["read"].items()}} if found else None
+        if self._resumed is not None:  # who has read nothing since then knows of no new deal
+            was = self._resumed.size, self._resumed.begun
+            found = [own for own in found if (own["size"], own["begun"]) != was] or found
+        return vars(ShardPositions.together([ShardPositions(**own) for own in found])) if found else None
 
     def _save_now(self, tick: int, tensors: run_state.Tensors, values: dict[str, Any], start: float) -> None:
         """All of it is on the disk when this returns."""
@@ -187,8 +191,8 @@ class Saver:
         facts = ("total", "threads", "fingerprint", "options")
         position = TrainingPosition(**{name: value for name, value in values.items() if name not in facts})
         if position.shards is not None:
-            self.feed.go_on(position.epoch, ShardPositions(**position.shards))
-            position.shards = None  # the first slice says how they are dealt now
+            self._resumed = ShardPositions(**position.shards)
+            self.feed.go_on(position.epoch, self._resumed)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append

@@ -193,9 +193,11 @@ def test_a_run_goes_on_with_other_workers_and_trains_each_row_once(
 ) -> None:
     given = mh.shards(texts, counted=False) if data == "files" else Numbers(ranges())
     directory = tmp_path / "run"
-    first = _train(given, directory, local, 2, max_steps=6, checkpoint_every=3)
-    moved = next(first.model.parameters()) != 0
-    assert moved.sum() == first.rows["total"]
-    run = _train(given, directory, local, 3, resume=True)
+    total = 0
+    for workers, steps in ((2, 6), (2, 9), (3, 11), (3, 12)):  # twice with the same deal, then with another
+        run = _train(given, directory, local, workers, max_steps=steps, checkpoint_every=1, resume=total > 0)
+        total = run.rows["total"]
+        assert int((next(run.model.parameters()) != 0).sum()) == total
+    run = _train(given, directory, local, 2, resume=True)
     assert run.rows["total"] == len(ROWS)
     assert bool((next(run.model.parameters()) < 0).all())
