@@ -175,6 +175,15 @@ def test_compressed_streams(tmp_path: Path, kind: str) -> None:
     assert rows(tmp_path / "a.arrow", ["text", "i"]) == plain.select(["text", "i"]).to_pylist()
 
 
+def test_values_that_repeat_count_as_they_are_when_they_are_decoded(tmp_path: Path) -> None:
+    """Encoded they take next to nothing, and pieces would be that much larger in memory."""
+    table = pa.table({"x": [1] * 100_000, "v": [[0.5] * 4] * 100_000, "t": ["a text of 20 letters"] * 100_000})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (block,) = shard_file(str(tmp_path / "a.parquet")).blocks()
+    assert block.bytes < 100_000
+    assert 0.5 * table.nbytes < block.memory < 2 * table.nbytes
+
+
 def test_names_with_dots_are_columns_of_their_own(tmp_path: Path) -> None:
     table = pa.table({"a.b": [1, 2], "c": [{"d": 1}, {"d": 2}], "a": ["x", "y"]})
     pq.write_table(table, tmp_path / "a.parquet")

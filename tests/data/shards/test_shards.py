@@ -327,6 +327,15 @@ def test_a_file_that_is_written_again_is_not_read_from_the_cache(tmp_path: Path)
         assert sorted(batches(shards(paths, shuffle=True), batch_size=20)[0]) == list(range(first, first + 20))
 
 
+def test_blocks_of_other_sizes_are_others_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a later version cuts files otherwise: neither their index nor their blocks are those that were kept."""
+    for suffix in ("tar", "csv", "parquet"):
+        paths = write(tmp_path, suffix, [60])
+        for block, piece in [(300, 60), (300, 90), (500, 60)]:
+            small_blocks(monkeypatch, block, piece)
+            assert sorted(row for batch in batches(shards(paths, shuffle=True)) for row in batch) == list(range(60))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,7 +2,7 @@
 
 The blocks of an epoch come in a random order, and K of them are open at a time, each in a slot. Each global batch takes
 rows from all open blocks in turn; within a batch a block's rows are neighbours, in the order of the slots. A block that
-is out leaves its slot to the next one. Within a block, rows are shuffled in pieces of a few megabytes.
+is out leaves its slot to the next one. Within a block, rows are shuffled in pieces of about a megabyte.
 
 So each block is read from front to back, and N workers that share out the rows of a batch share out the slots: a block
 is read by one worker, unless it lies in a slot that two share.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from manyhands import units
 from manyhands.data.input_counters import InputCounters
+from manyhands.data.shards.formats import base
+from manyhands.data.shards.formats.arrow import Arrow
 from manyhands.data.shards.formats.base import Block, ShardFile
 from manyhands.data.shards.formats.by_suffix import shard_file
-from manyhands.data.shards.formats.parquet import Parquet
 from manyhands.data.shards.host_cache import HostCache, key_of
 from manyhands.errors import BadInput
 
@@ -57,9 +58,11 @@ class ShardTable:
 
     def _index(self, shard: ShardFile) -> tuple[list[Block], dict[str, pa.DataType]]:
         cache = self.index_cache
-        if cache is None or isinstance(shard, Parquet):  # a look at the footer
+        if cache is None or (shard.tells_rows and not isinstance(shard, Arrow)):  # of which the footer says where, not how many
             return shard.blocks(), shard.types()
-        key = key_of("index", type(shard).__name__, shard.file.url, *shard.file.info)
+        key = key_of(
+            "index", base.BLOCK_BYTES, base.PIECE_BYTES, type(shard).__name__, shard.file.url, *shard.file.info
+        )
         blocks, types = cache.json(key, lambda: [shard.blocks(), _encoded(shard.types())])
         return [Block(*block) for block in blocks], _decoded(types)
 
@@ -182,7 +185,9 @@ class ShardTable:
         """What the host's cache calls a block."""
         file, block = self.blocks[number]
         stored = self.files[file].file
-        return key_of("block", stored.url, *stored.info, list(self.types), block.at, block.first, block.rows)
+        return key_of(
+            "block", stored.url, *stored.info, list(self.types), block.at, block.first, block.rows, block.piece_rows
+        )
 
     def _as_typed(self, batch: pa.RecordBatch, shard: ShardFile) -> pa.RecordBatch:
         import pyarrow as pa

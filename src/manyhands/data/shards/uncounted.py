@@ -223,7 +223,7 @@ class _Columns(Rows):
 
 
 class FileReader(ShardReader):
-    """Files as shards. Rows are shuffled in pieces of a few megabytes, as those of counted files are."""
+    """Files as shards. Rows are shuffled in pieces of about a megabyte, as those of counted files are."""
 
     def __init__(self, table: ShardTable, cache: HostCache | None, decoder: RowDecoder, shuffle: bool) -> None:
         self.shards = len(table.files)

@@ -83,6 +83,8 @@ class Arrow(ShardFile):
                         "at a time: write it with pyarrow.ipc.new_file, or as Parquet"
                     )
                 yield source, reader, seekable
+        except MemoryError:
+            raise
         except FileNotFoundError:
             self.file.check()
             raise

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16 << 20
 """Of formats without blocks of their own: rows that lie together make blocks of about so many bytes."""
 PIECE_BYTES = 1 << 20
-"""What is read at once: a record batch is about as large in memory, a row at least."""
+"""What is decoded at once: a record batch is about as large in memory, a row at least. Of each open block two are held, so that
+16 of them are some 200 MB of a worker's memory, whatever the files are like.
+"""
+READ_BYTES = 1 << 20
+"""What is asked of a file at once, at least, that is read from front to back."""
 
 
 class Block(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, Block, ShardFile
+from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, READ_BYTES, Block, ShardFile
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Lines(ShardFile):
         first = rows = 0
         begin = at = self.begin
         left = b""
-        with self.file.stream(self.begin, None, PIECE_BYTES) as stream:
+        with self.file.stream(self.begin, None, READ_BYTES) as stream:
             while piece := stream.read1(PIECE_BYTES):
                 lines, left = _whole_lines(left + piece)
                 rows += self.count(lines, first + rows)
@@ -85,7 +85,7 @@ class _Lines(ShardFile):
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
         self.file.check()
         left, number = b"", 0
-        with self.file.stream(block.at, block.at + block.bytes, PIECE_BYTES) as stream:
+        with self.file.stream(block.at, block.at + block.bytes, READ_BYTES) as stream:
             while piece := stream.read1(PIECE_BYTES):
                 lines, left = _whole_lines(left + piece)
                 rows = self.count(lines, block.first + number)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-_WHOLE_BYTES = 8 << 20  # a row group of so many bytes is read at once, a larger one by column and piece
+_WHOLE_BYTES = 4 << 20  # a row group of so many bytes is read at once, a larger one by column and piece
 _BUFFER_BYTES = 1 << 20
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 _FOOTER_BYTES = 1 << 16  # read at least, of a store; row groups are read in larger pieces
 
 
@@ -32,11 +33,13 @@ class Parquet(ShardFile):
     @override
     def blocks(self) -> list[Block]:
         blocks, first = [], 0
-        for i in range(self._metadata.num_row_groups):
-            group = self._metadata.row_group(i)
-            stored = sum(group.column(j).total_compressed_size for j in range(group.num_columns))
-            blocks.append(Block(first, group.num_rows, i, stored, group.total_byte_size))
-            first += group.num_rows
+        with self._named():
+            for i in range(self._metadata.num_row_groups):
+                group = self._metadata.row_group(i)
+                columns = [group.column(j) for j in range(group.num_columns)]
+                stored, memory = sum(one.total_compressed_size for one in columns), sum(map(_decoded_bytes, columns))
+                blocks.append(Block(first, group.num_rows, i, stored, memory))
+                first += group.num_rows
         return blocks
 
     @override
@@ -97,6 +100,8 @@ class Parquet(ShardFile):
 
         try:
             yield
+        except MemoryError:
+            raise
         except FileNotFoundError:
             self.file.check()
             raise
@@ -104,3 +109,11 @@ class Parquet(ShardFile):
             raise BadInput(
                 f"cannot read {self.file.url} as Parquet: {error}. Check that it is a complete Parquet file"
             ) from error
+
+
+def _decoded_bytes(column: pq.ColumnChunkMetaData) -> int:
+    """About as many as its values have in memory; encoded, values that repeat take next to nothing."""
+    width = _WIDTHS.get(column.physical_type, 16)
+    if column.physical_type == "BYTE_ARRAY" and column.is_stats_set and column.statistics.has_min_max:
+        width = 4 + (len(column.statistics.min_raw) + len(column.statistics.max_raw)) // 2
+    return int(max(column.total_uncompressed_size, width * column.num_values))

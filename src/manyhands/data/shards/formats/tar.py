@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from typing_extensions import override
 
-from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, Block, ShardFile
+from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, READ_BYTES, Block, ShardFile
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Tar(ShardFile):
 
     @contextmanager
     def _opened(self, start: int, stop: int | None) -> Iterator[BinaryIO]:
-        with self.file.stream(start, stop, PIECE_BYTES) as stream:
+        with self.file.stream(start, stop, READ_BYTES) as stream:
             try:
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if self._packed else cast(BinaryIO, stream)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -168,7 +168,7 @@ class Tar(ShardFile):
         if 0 < len(header) < _RECORD:
             raise self._damaged(f"the header at byte {at:,} is cut off")
         if self._packed:
-            while stream.read(PIECE_BYTES):  # the checksum comes last
+            while stream.read(READ_BYTES):  # the checksum comes last
                 pass
         if not header and (self._packed or at >= self.file.size):  # and not of a block
             raise self._damaged(f"it is cut off at byte {at:,}, where the mark of its end is missing")

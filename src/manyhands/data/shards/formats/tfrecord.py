@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from typing_extensions import override
 
 from manyhands.data.readers import tfrecords
-from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, Block, ShardFile
+from manyhands.data.shards.formats.base import BLOCK_BYTES, PIECE_BYTES, READ_BYTES, Block, ShardFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +31,7 @@ class TFRecord(ShardFile):
     @override
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
         self.file.check()
-        with self.file.stream(block.at, block.at + block.bytes, PIECE_BYTES) as stream:
+        with self.file.stream(block.at, block.at + block.bytes, READ_BYTES) as stream:
             yield from tfrecords.read(
                 cast(BinaryIO, stream), self.file.url, names, start, block.rows, first=block.first, piece=PIECE_BYTES
             )
