@@ -157,7 +157,7 @@ class ShardTable:
         """All rows of a file that nobody has counted."""
         shard = self.files[file]
         if cache is not None:
-            key = key_of("file", shard.file.url, *shard.file.info, list(self.types))
+            key = key_of("file", base.PIECE_BYTES, shard.file.url, *shard.file.info, list(self.types))
             batches, was_there = cache.block(key, lambda: self.read_whole(file))
             self.counters.add(**{"hits" if was_there else "misses": 1})
             yield from batches
