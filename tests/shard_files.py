@@ -23,9 +23,8 @@ GROUP = 7  # rows of a row group or record batch
 def small_blocks(monkeypatch: pytest.MonkeyPatch, block: int = 300, piece: int = 60) -> None:
     """A few rows of these files fill a block, and fewer a piece."""
     for module in (base, lines, tar, tfrecord):
-        monkeypatch.setattr(module, "PIECE_BYTES", piece)
-    for module in (base, lines, tar, tfrecord):
-        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+        for name, size in (("BLOCK_BYTES", block), ("PIECE_BYTES", piece), ("READ_BYTES", piece)):
+            monkeypatch.setattr(module, name, size)
 
 
 def table(numbers: Iterable[int]) -> pa.Table:

@@ -3,9 +3,11 @@
 import threading
 import traceback
 
+import numpy as np
 import pytest
+import torch
 
-from manyhands.data.feed import DEPTH, prefetch
+from manyhands.data.feed import DEPTH, _bytes_of, prefetch
 
 
 def threads():
@@ -85,3 +87,19 @@ def test_dropping_it_is_closing_it():
     del ahead
     assert record[-1] == "closed"
     assert threads() == []
+
+
+def test_what_batches_take_is_seen_also_where_they_hold_objects():
+    """Texts, bytes of images and rows of JSON, of which thousands would be read ahead otherwise."""
+    assert _bytes_of(torch.zeros(10, 4)) == 160
+    for column in (
+        [b"x" * 1000] * 5,
+        ["x" * 1000] * 5,
+        np.array(["x" * 1000] * 5, object),
+        [{"text": "x" * 1000}] * 5,
+        [np.zeros(1000, np.uint8)] * 5,
+        [["x" * 500, "y" * 500]] * 5,
+    ):
+        assert 5000 <= _bytes_of(column) <= 7000
+    assert 80 <= _bytes_of(list(range(10))) <= 400
+    assert _bytes_of([]) < 100

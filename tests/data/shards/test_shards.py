@@ -274,7 +274,7 @@ def test_blocks_that_are_read_are_closed(tmp_path: Path) -> None:
     before, most = len(open_files()), 0
     for _ in feed.epoch(0):
         most = max(most, len(open_files()) - before)
-    assert most <= 12
+    assert most <= 6
 
 
 def test_a_reading_counts_what_it_read(tmp_path: Path) -> None:

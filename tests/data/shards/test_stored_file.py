@@ -99,6 +99,16 @@ def test_ranges_and_streams(tmp_path: Path, where: str, store: str) -> None:
         assert stream.read(1) == b""
 
 
+@pytest.mark.parametrize("change", ["grown", "cut", "replaced", "written again", "deleted"])
+def test_each_read_is_of_the_file_that_was_opened(tmp_path: Path, change: str) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    file = StoredFile(str(tmp_path / "a"))
+    assert file.read(0, 10) == bytes(10)
+    CHANGES[change](tmp_path / "a")
+    with pytest.raises(BadInput, match=r"a (changed while it was read|does not exist)"):
+        file.read(10, 20)
+
+
 def test_a_read_in_several_parts_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may give less than was asked for: 2 GB a call, at most."""
     (tmp_path / "a").write_bytes(bytes(range(200)))
