@@ -191,7 +191,7 @@ class Csv(_Lines):
         tabs = self.file.url.lower().endswith(".tsv") or (b"\t" in self.header and b"," not in self.header)
         parse = csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=quoted_ends)
         data = self.header + lines
-        read = csv.ReadOptions(use_threads=False, block_size=len(data) + 1)  # types are guessed of the first
+        read = csv.ReadOptions(use_threads=False, block_size=len(data) + 1)  # or no line may be longer
         return csv.read_csv(io.BytesIO(data), read, parse, convert)
 
 
