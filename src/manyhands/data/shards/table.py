@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from manyhands import units
 from manyhands.data.input_counters import InputCounters
 from manyhands.data.shards.formats import base
-from manyhands.data.shards.formats.arrow import Arrow
 from manyhands.data.shards.formats.base import Block, ShardFile
 from manyhands.data.shards.formats.by_suffix import shard_file
+from manyhands.data.shards.formats.parquet import Parquet
 from manyhands.data.shards.host_cache import HostCache, key_of
 from manyhands.errors import BadInput
 
@@ -58,7 +58,7 @@ class ShardTable:
 
     def _index(self, shard: ShardFile) -> tuple[list[Block], dict[str, pa.DataType]]:
         cache = self.index_cache
-        if cache is None or (shard.tells_rows and not isinstance(shard, Arrow)):  # of which the footer says where, not how many
+        if cache is None or isinstance(shard, Parquet):  # a look at the footer
             return shard.blocks(), shard.types()
         key = key_of(
             "index", base.BLOCK_BYTES, base.PIECE_BYTES, type(shard).__name__, shard.file.url, *shard.file.info
