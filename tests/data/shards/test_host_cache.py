@@ -121,6 +121,23 @@ def test_a_block_that_others_remove_at_once_is_mapped_all_the_same(
     assert (numbers(found), was_there, made) == ({5}, False, [1])
 
 
+def test_who_comes_when_a_block_has_just_got_its_name_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for the block before, and makes an unfinished file after another's was renamed."""
+    cache, other, opened = HostCache(tmp_path), HostCache(tmp_path), os.open
+
+    def late(path: Any, *options: Any, **named: Any) -> int:
+        monkeypatch.setattr(os, "open", opened)
+        other.block("k", lambda: batches(5))
+        return opened(path, *options, **named)
+
+    monkeypatch.setattr(os, "open", late)
+    found, was_there = cache.block("k", lambda: pytest.fail("it is there"))
+    assert (numbers(found), was_there) == ({5}, True)
+    assert left(tmp_path) == []
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "other"])
 def test_what_a_crash_left_is_made_again(tmp_path: Path, damage: str) -> None:
     cache = HostCache(tmp_path)

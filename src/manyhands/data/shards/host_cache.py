@@ -169,7 +169,10 @@ def _written_by_us(path: Path) -> Iterator[int | None]:
     unfinished = path.with_suffix(_UNFINISHED)
     file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        ours = _wait_for_lock(file, path) and not path.exists() and _is_at(file, unfinished)
+        here = _wait_for_lock(file, path) and _is_at(file, unfinished)
+        ours = here and not path.exists()
+        if here and not ours:
+            unfinished.unlink(missing_ok=True)  # made here, after another's had got its name
         try:
             if ours:
                 os.ftruncate(file, 0)

@@ -69,7 +69,7 @@ class ShardTable:
     @cached_property
     def types(self) -> dict[str, pa.DataType]:
         """{column: Arrow type}. BadInput where a file with rows lacks a column, has it with another type, or has one more."""
-        indexes = self._types_of_files()
+        indexes = self._types_of_files
         if not indexes:
             listed = units.listed([shard.file.url for shard in self.files], 3)
             raise BadInput(f"the data files have no rows, and at least one is needed: check {listed}")
@@ -92,6 +92,7 @@ class ShardTable:
                 )
         return wanted
 
+    @cached_property
     def _types_of_files(self) -> list[tuple[ShardFile, dict[str, pa.DataType]]]:
         """Of those with rows; of files that are not counted, the first of them."""
         if not self.counted:
@@ -102,7 +103,7 @@ class ShardTable:
 
     def suffixes(self) -> dict[str, str]:
         """{column: suffix} of the columns that hold files' bytes."""
-        return next((shard.suffixes() for shard in self.files if shard.types()), {})
+        return self._types_of_files[0][0].suffixes(list(self.types)) if self._types_of_files else {}
 
     @cached_property
     def blocks(self) -> list[tuple[int, Block]]:

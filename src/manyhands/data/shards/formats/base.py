@@ -65,8 +65,8 @@ class ShardFile(ABC):
         Raises BadInput, naming file and row or column, for what is damaged, and for rows that lack a column.
         """
 
-    def suffixes(self) -> dict[str, str]:
-        """{column: the suffix of a file with such bytes}, by which its values are decoded; of columns that need it."""
+    def suffixes(self, columns: Sequence[str]) -> dict[str, str]:
+        """{column: the suffix of a file with such bytes}, by which its values are decoded; of these columns, those that need it."""
         return {}
 
     def whole(self) -> Block:

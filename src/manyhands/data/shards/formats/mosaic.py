@@ -65,9 +65,9 @@ class Mosaic(ShardFile):
         return {column.name: self._type(column) for column in self._header.columns}
 
     @override
-    def suffixes(self) -> dict[str, str]:
-        columns = self._header.columns
-        return {one.name: _SUFFIXES[one.encoding] for one in columns if one.encoding in _SUFFIXES}
+    def suffixes(self, columns: Sequence[str]) -> dict[str, str]:
+        encodings = {one.name: one.encoding for one in self._header.columns}
+        return {name: _SUFFIXES[encodings[name]] for name in columns if encodings[name] in _SUFFIXES}
 
     @override
     def blocks(self) -> list[Block]:

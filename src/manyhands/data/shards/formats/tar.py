@@ -56,8 +56,8 @@ class Tar(ShardFile):
         return {}
 
     @override
-    def suffixes(self) -> dict[str, str]:
-        return {name: name.rpartition(".")[2] for name in self.types() if name != KEY}
+    def suffixes(self, columns: Sequence[str]) -> dict[str, str]:
+        return {name: name.rpartition(".")[2] for name in columns if name != KEY}
 
     @override
     def blocks(self) -> list[Block]:
