@@ -95,6 +95,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def host_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What shards keep of files lies among the tests' files."""
+    os.environ["MANYHANDS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def local() -> Iterator[Local]:
     """Engine `local`, warm for the whole session."""
