@@ -112,13 +112,13 @@ def shards(
     cache: keep decoded blocks in a folder of each host, up to so many bytes (`"50GB"`); all workers of the host share it.
     cache_folder: where; default: the variable MANYHANDS_CACHE, or ~/.cache/manyhands.
     threads: that read and decode, for each worker.
-    counted: whether the rows are counted before the first one is read, which costs a reading of files other than Parquet and Arrow.
+    counted: whether the rows are counted before the first one is read, which costs a reading of files other than Parquet, Arrow and MDS.
         Default: files of this machine's disks are, those behind a URL are not.
 
     Each worker reads the rows of its slices, and N workers train the same global batches as one. Of files that are not counted a worker
     reads whole ones, dealt anew where a run goes on with another number of workers: each row once, in batches that depend on that number.
-    Raises BadInput for other values; what
-    is wrong with the files shows when they are opened.
+
+    Raises BadInput for other values. What is wrong with the files shows when they are opened.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
