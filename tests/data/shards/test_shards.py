@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.data.open_source import open_source
 from manyhands.data.sharding import epoch_order
 from manyhands.data.shards import source as source_module
+from manyhands.data.shards.formats import base
 from manyhands.data.shards.source import BlockRows, MappedRows, shards
 from manyhands.errors import BadInput
 from open_files import open_files
@@ -407,3 +410,21 @@ def test_files_of_different_columns_name_file_and_column(tmp_path: Path, shuffle
         assert [*batches(shards([first, second], columns=["x"], shuffle=shuffle))] == [[1, 1]]
     with pytest.raises(BadInput, match="a.csv has no column 'w'; it has x, y"):
         open_source(shards(first, columns=["w"], shuffle=shuffle))
+
+
+def test_pieces_of_a_slot_that_workers_share_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's rows of one block have gaps, where others' are: they are many runs, and few pieces."""
+    pq.write_table(pa.table({"x": np.arange(20_000)}), tmp_path / "a.parquet")
+    monkeypatch.setattr(base, "PIECE_BYTES", 800)
+    held = []
+    gather = source_module._Pieces.gather
+
+    def counted(self: source_module._Pieces, positions: Any, places: Any) -> Any:
+        found = gather(self, positions, places)
+        held.append((len(self._held), len({position // 100 for position in positions.tolist()})))
+        return found
+
+    monkeypatch.setattr(source_module._Pieces, "gather", counted)
+    slices = list(Feed(open_source(shards(tmp_path)), rank=1, size=4, batch_size=8).epoch(0))
+    assert sum(part.rows for part in slices) == 5000
+    assert max(pieces - 2 * wanted for pieces, wanted in held) <= source_module._FEW + 2

@@ -249,6 +249,7 @@ class _Pieces:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # of the cursors
+        self._most = _FEW  # blocks that stay open: those in use, and those that follow them
         self._pool = ThreadPoolExecutor(self.threads, "manyhands-shards")
 
     def close(self) -> None:
@@ -259,6 +260,7 @@ class _Pieces:
     def gather(self, positions: Positions, places: Positions) -> dict[str, Any]:
         """{column: values} of the rows at these positions, which rise; each gets a place."""
         runs = list(self.order.runs(positions))
+        self._most = 2 * len({run.block for run in runs}) + _FEW
         for run in runs:
             self._request(run.block, run.piece)
         if self.ahead:
@@ -270,7 +272,7 @@ class _Pieces:
         for run in runs:
             if self.ahead and run.stop == self.order.rows_of(run.block, run.piece):  # it will not be asked for again
                 self._held.pop((run.block, run.piece), None)
-        while len(self._held) > 2 * len(runs) + _FEW:
+        while len(self._held) > 2 * len({(run.block, run.piece) for run in runs}) + _FEW:
             self._held.popitem(last=False)
         ends = np.cumsum([run.stop - run.start for run in runs])
         of_runs = np.split(places, ends[:-1])
@@ -319,7 +321,7 @@ class _Pieces:
         """For the piece that comes; those that have waited longest are closed where there are more than is needed."""
         with self._lock:
             self._cursors[block, piece] = cursor
-            while len(self._cursors) > 2 * self.order.lanes + _FEW:
+            while len(self._cursors) > self._most:
                 self._cursors.pop(next(iter(self._cursors)))
 
 
