@@ -44,9 +44,12 @@ def open_file(path: str | Path, collate: Collate | None = None) -> Source:
     if suffix == ".txt" and "://" not in what and Path(what).expanduser().exists():
         return Lines(_here(what), collate)
     files = find([what], kinds=KINDS)
-    if not isinstance(by_suffix.shard_file(files[0]), Parquet | TFRecord):
+    first, table = by_suffix.shard_file(files[0]), ShardTable.of(files)
+    if not isinstance(first, Parquet | TFRecord):
         return shards(what).open(collate)
-    if ShardTable.of(files).memory > IN_MEMORY_BYTES:
+    if (
+        table.memory if isinstance(first, Parquet) else table.bytes
+    ) > IN_MEMORY_BYTES:  # records are not counted for it
         return shards(what, shuffle=True).open(collate)
     return Columns(shared_files.columns_of(files, what), collate, what)
 

@@ -36,6 +36,10 @@ class _Lines(ShardFile):
 
     @override
     def types(self) -> dict[str, pa.DataType]:
+        return self._types
+
+    @cached_property
+    def _types(self) -> dict[str, pa.DataType]:
         with self.file.stream(self.begin, None, _GUESSED_BYTES) as stream:
             head = lines = b""
             while not lines.strip() and (more := stream.read(_GUESSED_BYTES)):
@@ -148,14 +152,6 @@ class Csv(_Lines):
     def begin(self) -> int:  # type: ignore[override]
         return len(self.header)
 
-    @cached_property
-    def _types(self) -> dict[str, pa.DataType]:
-        return super().types()
-
-    @override
-    def types(self) -> dict[str, pa.DataType]:
-        return self._types
-
     @override
     def parse(self, lines: bytes, names: Sequence[str]) -> pa.Table:
         from pyarrow import csv
@@ -202,14 +198,6 @@ def _open_quotes(lines: bytes) -> bool:
 
 
 class Json(_Lines):
-    @cached_property
-    def _types(self) -> dict[str, pa.DataType]:
-        return super().types()
-
-    @override
-    def types(self) -> dict[str, pa.DataType]:
-        return self._types
-
     @staticmethod
     @override
     def fills(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
