@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -286,52 +286,56 @@ def prefetch(
     waited for up to CLOSE_S, then TimeoutError. A consumer waits as long as an item takes: it is the run's `timeout_s`
     that ends a read which never comes back.
     """
-    ready: deque[T] = deque()
-    changed = threading.Condition()  # of all that the two threads share
-    held = 0  # sizes of what is ready
+    ready: SimpleQueue[tuple[T, int] | None] = SimpleQueue()  # with their sizes; None: no more comes
+    changed = threading.Condition()  # what the thread waits for when it is far enough ahead
+    waits = False  # the thread does
     closed = False  # the consumer wants no more
-    done = False  # the thread gives no more
-    error: BaseException | None = None  # why, if it failed
+    read = read_size = 0  # written by the thread alone
+    taken = taken_size = 0  # by the consumer alone
+    error: BaseException | None = None  # why the thread ended, if it failed
 
     def wanted() -> bool:
-        return closed or len(ready) < depth or held < most
+        return closed or read - taken < depth or read_size - taken_size < most
 
     def produce() -> None:
-        nonlocal done, error, held
+        nonlocal waits, read, read_size, error
         try:
             for item in items:
-                with changed:
-                    changed.wait_for(wanted)
-                    if closed:
-                        return
-                    ready.append(item)
-                    held += size(item)
-                    changed.notify_all()
+                if not wanted():
+                    with changed:
+                        waits = True
+                        changed.wait_for(wanted)
+                        waits = False
+                if closed:
+                    return
+                its_size = size(item)
+                read, read_size = read + 1, read_size + its_size
+                ready.put((item, its_size))
         except BaseException as problem:  # noqa: BLE001 - not swallowed: the consumer raises it
             error = problem
         finally:
             items.close()
-            with changed:
-                done = True
-                changed.notify_all()
+            ready.put(None)
 
     thread = threading.Thread(target=produce, name="manyhands-prefetch", daemon=True)
     thread.start()
     try:
         while True:
-            with changed:
-                while not (ready or done):
-                    changed.wait(CHECK_S)
-                    if not (thread.is_alive() or ready or done):
-                        raise RuntimeError(
-                            "the thread that reads the data ended without an error: please report this, with the kind "
-                            "of your data"
-                        )
-                if not ready:
-                    break
-                item = ready.popleft()
-                held -= size(item)
-                changed.notify_all()
+            try:
+                found = ready.get(timeout=CHECK_S)
+            except Empty:
+                if thread.is_alive() or not ready.empty():
+                    continue
+                raise RuntimeError(
+                    "the thread that reads the data ended without an error: please report this, with the kind of your data"
+                ) from None
+            if found is None:
+                break
+            item, its_size = found
+            taken, taken_size = taken + 1, taken_size + its_size
+            if waits:
+                with changed:
+                    changed.notify_all()
             yield item
         if error is not None:
             raise error

@@ -43,6 +43,17 @@ def test_batches_partition_the_rows(blocks, lanes, size, seed, shuffled):
     assert order.total == total
 
 
+@settings(deadline=None, max_examples=100)
+@given(blocks=BLOCKS, lanes=st.integers(1, 9), size=st.integers(1, 30), data=st.data())
+def test_batches_at_once_are_those_one_by_one(blocks, lanes, size, data):
+    order = order_of(blocks, lanes=lanes, seed=2)
+    first = data.draw(st.integers(0, ticks(order.total, size)))
+    last = data.draw(st.integers(first, ticks(order.total, size) + 2))
+    found = order.batches(first * size, last * size, size)
+    expected = [order.batch(i * size, (i + 1) * size) for i in range(first, min(last, ticks(order.total, size)))]
+    assert [batch.tolist() for batch in found] == [batch.tolist() for batch in expected]
+
+
 @settings(deadline=None, max_examples=80)
 @given(blocks=BLOCKS, lanes=st.integers(1, 9), size=st.integers(1, 30), workers=st.integers(1, 5))
 def test_workers_share_out_the_rows_of_one(blocks, lanes, size, workers):

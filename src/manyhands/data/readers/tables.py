@@ -48,6 +48,8 @@ def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
     if column.null_count:
         raise BadInput(f"{what} has missing values ({column.null_count}): fill or drop them before training")
     kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return np.from_dlpack(column)  # `to_numpy` imports pandas
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return np.asarray(column.to_numpy(zero_copy_only=False))
     lengths = {kind.list_size} if pa.types.is_fixed_size_list(kind) else set(column.value_lengths().to_pylist())

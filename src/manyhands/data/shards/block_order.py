@@ -74,7 +74,7 @@ class BlockOrder:
         stop, parts = min(stop, self.total), []
         while start < stop:
             one = self._stretches[int(np.searchsorted(self._firsts, start, side="right")) - 1]
-            parts.append(one.turns(start - one.first, min(stop, one.end) - one.first))
+            parts.append(one.turns(np.array([start - one.first]), min(stop, one.end) - start))
             start = min(stop, one.end)
         if len(parts) == 1:
             return parts[0][0]
@@ -82,6 +82,20 @@ class BlockOrder:
             return np.empty(0, np.int64)
         positions, slots = (np.concatenate(found) for found in zip(*parts, strict=True))
         return positions[np.argsort(slots, kind="stable")]
+
+    def batches(self, start: int, stop: int, size: int) -> list[Positions]:
+        """Each `batch` of `size` rows, and a shorter last one, of rows [start, stop): many at once cost little more than one."""
+        stop, found = min(stop, self.total), list[Positions]()
+        while start < stop:
+            one = self._stretches[int(np.searchsorted(self._firsts, start, side="right")) - 1]
+            if whole := (min(stop, one.end) - start) // size:
+                positions, _ = one.turns(start - one.first + size * np.arange(whole), size)
+                found += list(positions.reshape(whole, size))
+                start += whole * size
+            else:
+                found.append(self.batch(start, min(start + size, stop)))
+                start += size
+        return found
 
     def runs(self, positions: Positions) -> Iterator[Run]:
         """Where these positions lie, neighbours together, in their order."""
@@ -150,15 +164,16 @@ class _Stretch(NamedTuple):
     positions: NDArray[np.int64]
     """Of the first row that each open block gives."""
 
-    def turns(self, start: int, stop: int) -> tuple[Positions, NDArray[np.int64]]:
-        """(positions, slots) of rows [start, stop) of the stretch, slot by slot: row r is row r // K of slot r % K."""
+    def turns(self, starts: NDArray[np.int64], rows: int) -> tuple[Positions, NDArray[np.int64]]:
+        """(positions, slots) of so many rows of the stretch from each start on, of each slot by slot: row r is row r // K of slot
+        r % K.
+        """
         many = len(self.slots)
-        behind = many - 1 - np.arange(many)
-        firsts, ends = (start + behind) // many, (stop + behind) // many
-        counts = ends - firsts
+        firsts = (starts[:, None] + (many - 1 - np.arange(many))) // many
+        counts = ((starts[:, None] + rows + (many - 1 - np.arange(many))) // many - firsts).ravel()
         begins = np.cumsum(counts) - counts
-        positions = np.arange(stop - start) + np.repeat(self.positions + firsts - begins, counts)
-        return positions, np.repeat(self.slots, counts)
+        positions = np.arange(len(starts) * rows) + np.repeat((self.positions + firsts).ravel() - begins, counts)
+        return positions, np.repeat(np.tile(self.slots, len(starts)), counts)
 
 
 def _stretches(

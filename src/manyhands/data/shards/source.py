@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +211,13 @@ class BlockRows(Planned):
     @override
     def picks(self, reading: Reading) -> Picks:
         order, size = self.order(reading), reading.batch_size
-        return Picks(lambda i: order.batch(i * size, (i + 1) * size), self.ticks(reading), reading.size)
+        many = -(-GROUP_ROWS // size)
+
+        @lru_cache(maxsize=2)
+        def some(number: int) -> list[Positions]:
+            return order.batches(number * many * size, (number + 1) * many * size, size)
+
+        return Picks(lambda i: some(i // many)[i % many], self.ticks(reading), reading.size)
 
     @override
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
@@ -235,6 +241,10 @@ class BlockRows(Planned):
         return _in_groups(picks, self.table, open_pieces.gather, order.row_numbers, self._decoder, key, self._threads)
 
 
+Piece = tuple[dict[str, Stored], Positions | None]
+"""Columns as they are stored, and the order of their rows."""
+
+
 @dataclass
 class _Pieces:
     """The pieces under way of one reading of an epoch. Of each that is in use the next one is being read."""
@@ -244,7 +254,7 @@ class _Pieces:
     cache: HostCache | None
     threads: int
     ahead: bool = True
-    _held: OrderedDict[tuple[int, int], Future[dict[str, Stored]]] = field(default_factory=OrderedDict)
+    _held: OrderedDict[tuple[int, int], Future[Piece]] = field(default_factory=OrderedDict)
     _cursors: dict[tuple[int, int], Iterator[pa.RecordBatch]] = field(default_factory=dict)  # by the piece that comes
 
     def __post_init__(self) -> None:
@@ -268,20 +278,19 @@ class _Pieces:
                 half = self.order.piece_rows[run.block] // 2  # until then it would only take memory
                 if run.stop > half and (following := self.order.after(run)) is not None:
                     self._request(*following)
-        parts = [(self._held[run.block, run.piece].result(), run) for run in runs]
+        parts = [(*self._held[run.block, run.piece].result(), slice(run.start, run.stop)) for run in runs]
         for run in runs:
             if self.ahead and run.stop == self.order.rows_of(run.block, run.piece):  # it will not be asked for again
                 self._held.pop((run.block, run.piece), None)
         while len(self._held) > 2 * len({(run.block, run.piece) for run in runs}) + _FEW:
             self._held.popitem(last=False)
-        ends = np.cumsum([run.stop - run.start for run in runs])
-        of_runs = np.split(places, ends[:-1])
+        own = np.split(places, np.cumsum([run.stop - run.start for run in runs])[:-1])
         return {
             name: joined(
                 name,
                 [
-                    (columns[name][run.start : run.stop], own)
-                    for (columns, run), own in zip(parts, of_runs, strict=True)
+                    (_taken(columns[name], rows if order is None else order[rows]), at)
+                    for (columns, order, rows), at in zip(parts, own, strict=True)
                 ],
             )
             for name in self.table.types
@@ -295,20 +304,20 @@ class _Pieces:
             before = self._held.get((block, piece - 1))  # whose cursor goes on with this piece
             self._held[key] = self._pool.submit(self._read, block, piece, before)
 
-    def _read(self, block: int, piece: int, before: Future[dict[str, Stored]] | None) -> dict[str, Stored]:
+    def _read(self, block: int, piece: int, before: Future[Piece] | None) -> Piece:
         """In a thread of the pool, which has begun with `before` already."""
         if before is not None:
             wait([before])
         with self._lock:
             cursor = self._cursors.pop((block, piece), None)
         cursor = cursor or self._from(block, piece)
-        columns = stored_columns(next(cursor), self.table.url(block), self.order.within(block, piece))
+        columns, order = stored_columns(next(cursor), self.table.url(block)), self.order.within(block, piece)
         if (piece + 1) * self.order.piece_rows[block] < self.order.rows[block]:
             self._keep_open(block, piece + 1, cursor)
         else:
             for _ in cursor:  # nothing, or an error: the file is not as it was
                 pass
-        return columns
+        return columns, order
 
     def _from(self, block: int, piece: int) -> Iterator[pa.RecordBatch]:
         """The pieces of a block from this one on."""
@@ -371,10 +380,12 @@ class MappedRows(Indexed):
         return self._columns[number]
 
 
-def _taken(column: Stored, rows: Positions) -> Stored:
+def _taken(column: Stored, rows: slice | Positions) -> Stored:
     import pyarrow as pa
 
-    return column[rows] if isinstance(column, np.ndarray) else column.take(pa.array(rows))
+    if isinstance(column, np.ndarray) or isinstance(rows, slice):
+        return column[rows]
+    return column.take(pa.array(rows))
 
 
 def _in_groups(

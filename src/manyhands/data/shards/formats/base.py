@@ -90,6 +90,7 @@ def selected(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
     columns = [batch.column(name) for name in names]
-    found = pa.RecordBatch.from_arrays([one.cast(plain(one.type)) for one in columns], names=list(names))
+    columns = [one if plain(one.type) == one.type else one.cast(plain(one.type)) for one in columns]
+    found = pa.RecordBatch.from_arrays(columns, names=list(names))
     found.validate(full=True)
     return found
