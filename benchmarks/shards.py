@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=sys.executable, help="Python interpreter that has the peers")
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=1_200_000, help="of the Parquet files; the tars hold a tenth")
+    parser.add_argument("--rows", type=int, default=3_000_000, help="of the Parquet files; the tars hold a 25th")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.read:
@@ -66,7 +66,7 @@ def _write(folder: Path, rows: int) -> None:
         table = pa.table({"x": x, "y": draw.integers(0, 10, many)})
         pq.write_table(table, folder / "parquet" / f"{i}.parquet", row_group_size=10_000)
         with tarfile.open(folder / "tar" / f"{i}.tar", "w") as tar:
-            for j in range(many // 10):
+            for j in range(many // 25):
                 for suffix, data in (
                     ("npy", _npy(draw.integers(0, 255, (32, 32, 3)).astype(np.uint8))),
                     ("cls", b"%d" % (j % 10)),
@@ -141,6 +141,7 @@ def _files(folder: str, rank: int) -> list[str]:
 
 
 def _pyarrow(kind: str, folder: str, rank: int):
+    import pandas  # noqa: F401 - what pyarrow's first array would import
     import pyarrow.dataset as ds
     import torch
 

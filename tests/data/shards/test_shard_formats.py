@@ -222,8 +222,57 @@ def test_lists_that_differ_from_file_to_file_name_the_column(tmp_path: Path) -> 
     for i in (1, 2):
         pq.write_table(pa.table({"v": [[1] * i] * 3}), tmp_path / f"{i}.parquet")
     for shuffle in (False, True):
-        with pytest.raises(BadInput, match=r"column 'v' holds lists of different lengths \(\[1\] and \[2\]\)"):
+        with pytest.raises(BadInput, match=r"column 'v' have different shapes \(\[1\], \[2\]\)"):
             next(Feed(open_source(shards(tmp_path, shuffle=shuffle))).epoch(0))
+
+
+@pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": True}, {"counted": False, "shuffle": False}, {}])
+def test_rows_that_differ_in_shape_go_to_the_users_code(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Lists of different lengths as arrays, missing values as None, nested ones, whatever lies beside them in a batch."""
+    rows = [
+        {"i": i, "tokens": [i] * (i % 4), "tags": ["a"] * (i % 3), "score": None if i % 5 == 0 else i / 2}
+        for i in range(40)
+    ]
+    rows = [{**row, "deep": [row["tokens"], [7]], "box": None if row["i"] == 3 else [1.0, 2.0]} for row in rows]
+    types = {"tokens": pa.list_(pa.int32()), "deep": pa.list_(pa.list_(pa.int16())), "box": pa.list_(pa.float32(), 2)}
+    table = pa.table(
+        {name: pa.array([row[name] for row in rows], types.get(name)) for name in ("i", "tags", "score", *types)}
+    )
+    (folder := tmp_path / "data").mkdir()
+    pq.write_table(table, folder / "a.parquet", row_group_size=7)
+    found = []
+
+    def collate(some: list[dict[str, Any]]) -> torch.Tensor:
+        found.extend(some)
+        return torch.zeros(len(some))
+
+    def check(seen: list[dict[str, Any]]) -> None:
+        assert sorted(int(row["i"]) for row in seen) == list(range(40))
+        for row in seen:
+            expected = rows[int(row["i"])]
+            assert row["tokens"].dtype == np.int32
+            assert row["tokens"].tolist() == expected["tokens"]
+            assert list(row["tags"]) == expected["tags"]
+            assert row["score"] == expected["score"]
+            assert [list(one) for one in row["deep"]] == expected["deep"]
+            assert (None if row["box"] is None else row["box"].tolist()) == expected["box"]
+            row["tokens"] += 1  # a row is the caller's own
+
+    for _ in Feed(open_source(shards(folder, **options), collate=collate), batch_size=6).epoch(0):
+        pass
+    check(found)
+    seen = []
+    decoded = shards(folder, decode=lambda row: seen.append(row) or row["i"], threads=1, **options)
+    batches = [part.batch for part in Feed(open_source(decoded), batch_size=6).epoch(0)]
+    assert sorted(torch.cat(batches).tolist()) == list(range(40))
+    check(seen)
+
+
+def test_rows_that_cannot_be_stacked_say_so(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"v": [[1, 2], [3], None]}), tmp_path / "a.parquet")
+    for decode, message in ((dict, "cannot be stacked"), (lambda row: row["v"], "cannot be stacked")):
+        with pytest.raises(BadInput, match=message):
+            next(Feed(open_source(shards(tmp_path, decode=decode))).epoch(0))
 
 
 # TFRecord
@@ -242,7 +291,7 @@ def test_a_batch_whose_records_have_one_value_is_a_list_where_others_are(
 ) -> None:
     small_blocks(monkeypatch, block=1, piece=4)  # each record is a batch of its own
     (tmp_path / "a.tfrecord").write_bytes(examples({"x": [1, 2]}, {"x": [3]}))
-    with pytest.raises(BadInput, match="column 'x' holds lists of different lengths"):
+    with pytest.raises(BadInput, match="column 'x' have different shapes"):
         batch(tmp_path)
     (tmp_path / "a.tfrecord").write_bytes(examples({"x": [3]}, {"x": [1, 2]}))
     with pytest.raises(BadInput, match="column 'x' of .*a.tfrecord is large_list.* in some rows, and int64 in others"):

@@ -41,24 +41,30 @@ def arrow_columns(table: pa.Table, what: str) -> dict[str, np.ndarray[Any, Any]]
     return {name: arrow_array(column, f"column {name!r} of {what}") for name, column in columns}
 
 
-def arrow_array(column: Any, what: str) -> np.ndarray[Any, Any]:
-    """[rows, …] of an Arrow array. BadInput, naming `what`, for missing values and lists of different lengths."""
+def arrow_array(column: Any, what: str, otherwise: str = "give a Dataset and collate") -> np.ndarray[Any, Any]:
+    """[rows, …] of an Arrow array. BadInput, naming `what` and what else can be done, for missing values and lists of different
+    lengths.
+    """
     import pyarrow as pa
 
     if column.null_count:
-        raise BadInput(f"{what} has missing values ({column.null_count}): fill or drop them before training")
+        raise BadInput(
+            f"{what} has missing values ({column.null_count}): fill or drop them before training, or {otherwise}"
+        )
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return np.from_dlpack(column)  # `to_numpy` imports pandas
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if pa.types.is_fixed_size_list(kind):
+        shortest = longest = kind.list_size
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = np.diff(np.from_dlpack(column.offsets))
+        shortest, longest = int(lengths.min()), int(lengths.max())
+    else:
         return np.asarray(column.to_numpy(zero_copy_only=False))
-    lengths = {kind.list_size} if pa.types.is_fixed_size_list(kind) else set(column.value_lengths().to_pylist())
-    if len(lengths) > 1:
-        raise BadInput(
-            f"{what} holds lists of {min(lengths)} to {max(lengths)} values: pad them to one length, or give a Dataset and collate"
-        )
-    flat = arrow_array(column.flatten(), what)
-    return flat.reshape(len(column), lengths.pop(), *flat.shape[1:])
+    if shortest < longest:
+        raise BadInput(f"{what} holds lists of {shortest} to {longest} values: pad them to one length, or {otherwise}")
+    flat = arrow_array(column.flatten(), what, otherwise)
+    return flat.reshape(len(column), longest, *flat.shape[1:])
 
 
 class HuggingFace(Indexed):

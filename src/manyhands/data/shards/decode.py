@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from manyhands.errors import BadInput
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Stored = Any  # np.ndarray [rows, …], or an Arrow array of texts or bytes
+Stored = Any  # np.ndarray [rows, …], or an Arrow array
 
 _NUMBERS = ("cls", "cls2", "class", "index", "inx", "id", "count", "label", "target")
 _TEXTS = ("txt", "text", "transcript")
@@ -32,53 +33,90 @@ _TASKS = 8  # that the rows of a batch are cut into
 _PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 
 
-def stored_columns(batch: pa.RecordBatch, what: str, order: np.ndarray[Any, Any] | None = None) -> dict[str, Stored]:
-    """{column: its values, in this order of the rows}; texts and bytes stay Arrow's. BadInput, naming `what`, for missing
-    values and lists of different lengths.
+_BY_ROW = "give shards a decode=, or the task a collate=, which get row by row what is there"
+
+
+def stored_columns(batch: pa.RecordBatch, what: str, by_row: bool) -> dict[str, Stored]:
+    """{column: its values}: numbers, and lists of one length of them, as numpy arrays on Arrow's memory; anything else stays Arrow's.
+
+    by_row: rows are made batches by the user's code, which takes missing values and lists of different lengths. Else they are a BadInput
+    that names `what`.
     """
+    return {
+        stored.name: _stored(column, f"column {stored.name!r} of {what}", by_row)
+        for stored, column in zip(batch.schema, batch.columns, strict=True)
+    }
+
+
+def _stored(column: pa.Array, what: str, by_row: bool) -> Stored:
     import pyarrow as pa
 
-    columns: dict[str, Stored] = {}
-    for stored, column in zip(batch.schema, batch.columns, strict=True):
-        if _is_text(stored.type) and not column.null_count:
-            columns[stored.name] = column if order is None else column.take(pa.array(order))
-        else:
-            array = arrow_array(column, f"column {stored.name!r} of {what}")
-            columns[stored.name] = array if order is None else np.take(array, order, axis=0)
-    return columns
+    kind = column.type
+    while _is_list(kind):
+        kind = kind.value_type
+    if column.null_count == 0 and not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return column
+    try:
+        return arrow_array(column, what, _BY_ROW)
+    except BadInput:
+        if by_row:
+            return column
+        raise
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def taken(column: Stored, rows: slice | np.ndarray[Any, Any]) -> Stored:
+    """These rows of a stored column."""
     import pyarrow as pa
 
-    types = pa.types
-    return bool(
-        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-    )
+    if isinstance(column, np.ndarray) or isinstance(rows, slice):
+        return column[rows]
+    return column.take(pa.array(rows))
 
 
-def joined(name: str, parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> Any:
-    """Column `name` of parts, each with the places that its rows get: an array, or a list of texts or bytes.
+def joined(parts: Sequence[tuple[Stored, np.ndarray[Any, Any]]]) -> Any:
+    """One column of parts, each with the places that its rows get: an array where they have one shape, else a list of their values.
 
-    BadInput for lists of different lengths.
+    Texts and bytes are lists of them; lists of different lengths are arrays.
     """
-    first, _ = parts[0]
-    rows = sum(len(places) for _, places in parts)
-    if isinstance(first, np.ndarray):
-        if len(shapes := {part.shape[1:] for part, _ in parts}) > 1:
-            listed = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
-            raise BadInput(
-                f"column {name!r} holds lists of different lengths ({listed}): pad them to one length, or give a Dataset and collate"
-            )
+    values: list[tuple[Any, np.ndarray[Any, Any]]] = [
+        (part if isinstance(part, np.ndarray) else _values(part), places) for part, places in parts
+    ]
+    first, rows = values[0][0], sum(len(places) for _, places in parts)
+    if all(isinstance(part, np.ndarray) and part.shape[1:] == first.shape[1:] for part, _ in values):
         column = np.empty((rows, *first.shape[1:]), first.dtype)
-        for part, places in parts:
+        for part, places in values:
             column[places] = part
         return column
-    values: list[Any] = [None] * rows
-    for part, places in parts:
-        for place, value in zip(places.tolist(), part.to_pylist(), strict=True):
-            values[place] = value
-    return values
+    listed: list[Any] = [None] * rows
+    for part, places in values:
+        for place, value in zip(places.tolist(), part.copy(), strict=True):  # a row is the caller's own
+            listed[place] = value
+    return listed
+
+
+def _values(column: pa.Array) -> np.ndarray[Any, Any] | list[Any]:
+    """An array where all rows have one shape, else a list by rows: arrays of what lists hold, None where a value is missing."""
+    import pyarrow as pa
+
+    if column.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        return list(column.to_pylist())
+    try:
+        return arrow_array(column, "")
+    except BadInput:  # missing values, or lists of different lengths
+        pass
+    if not _is_list(column.type):
+        return list(column.to_pylist())
+    lists = column.drop_null()
+    flat = _values(lists.flatten()).copy()
+    stops = np.cumsum(lists.value_lengths().to_numpy())
+    rows = (flat[start:stop] for start, stop in pairwise([0, *stops.tolist()]))
+    return [next(rows) if there else None for there in column.is_valid().to_pylist()]
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 @dataclass(frozen=True)
@@ -92,6 +130,11 @@ class RowDecoder:
     collate: Collate | None = None
     executor: Executor | None = None
     """What runs it; None: this thread."""
+
+    @property
+    def by_row(self) -> bool:
+        """Whether batches are made by the user's code, row by row."""
+        return self.decode is not None or self.collate is not None
 
     @cached_property
     def draws(self) -> bool:
@@ -111,14 +154,22 @@ class RowDecoder:
         if self.decode is None and self.collate is None:
             return {
                 name: _as_tensor(name, values)
-                if self.suffixes or isinstance(values, np.ndarray)
+                if self.suffixes or isinstance(values, np.ndarray) or isinstance(values[0], np.ndarray)
                 else np.array(values, object)
                 for name, values in columns.items()
             }
         rows: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         if self.decode is not None:
             rows = self._mapped(self._row, rows, [rngs(i) if self.draws else None for i in range(len(rows))])
-        return (self.collate or default_collate)(rows)
+        if self.collate is not None:
+            return self.collate(rows)
+        try:
+            return default_collate(rows)
+        except (TypeError, RuntimeError) as error:
+            raise BadInput(
+                f"the rows that decode= returns cannot be stacked: {error}. Return numbers, texts, and arrays of one shape, or give the task "
+                "a collate="
+            ) from error
 
     def _row(self, row: dict[str, Any], own: np.random.Generator | None) -> Any:
         assert self.decode is not None

@@ -19,7 +19,7 @@ from manyhands import units
 from manyhands.data.batch import Collate
 from manyhands.data.sharding import ticks
 from manyhands.data.shards.block_order import BlockOrder, Positions
-from manyhands.data.shards.decode import RowDecoder, Stored, joined, stored_columns
+from manyhands.data.shards.decode import RowDecoder, Stored, joined, stored_columns, taken
 from manyhands.data.shards.find import find
 from manyhands.data.shards.host_cache import HostCache, default_folder
 from manyhands.data.shards.table import ShardTable, counts_soon, in_pieces
@@ -222,7 +222,7 @@ class BlockRows(Planned):
     @override
     def load(self, picks: Iterator[Pick], reading: Reading) -> Slices:
         order = self.order(reading)
-        with closing(_Pieces(self.table, order, self._cache, self._threads)) as open_pieces:
+        with closing(_Pieces(self.table, order, self._cache, self._decoder.by_row, self._threads)) as open_pieces:
             yield from self._slices(picks, open_pieces)
 
     @override
@@ -232,7 +232,7 @@ class BlockRows(Planned):
         if self._aside is None or self._aside.order is not order:
             if self._aside is not None:
                 self._aside.close()
-            self._aside = _Pieces(self.table, order, self._cache, self._threads, ahead=False)
+            self._aside = _Pieces(self.table, order, self._cache, self._decoder.by_row, self._threads, ahead=False)
         return next(self._slices(iter([pick]), self._aside))
 
     def _slices(self, picks: Iterator[Pick], open_pieces: _Pieces) -> Slices:
@@ -252,6 +252,7 @@ class _Pieces:
     table: ShardTable
     order: BlockOrder
     cache: HostCache | None
+    by_row: bool
     threads: int
     ahead: bool = True
     _held: OrderedDict[tuple[int, int], Future[Piece]] = field(default_factory=OrderedDict)
@@ -287,11 +288,10 @@ class _Pieces:
         own = np.split(places, np.cumsum([run.stop - run.start for run in runs])[:-1])
         return {
             name: joined(
-                name,
                 [
-                    (_taken(columns[name], rows if order is None else order[rows]), at)
+                    (taken(columns[name], rows if order is None else order[rows]), at)
                     for (columns, order, rows), at in zip(parts, own, strict=True)
-                ],
+                ]
             )
             for name in self.table.types
         }
@@ -311,7 +311,8 @@ class _Pieces:
         with self._lock:
             cursor = self._cursors.pop((block, piece), None)
         cursor = cursor or self._from(block, piece)
-        columns, order = stored_columns(next(cursor), self.table.url(block)), self.order.within(block, piece)
+        columns = stored_columns(next(cursor), self.table.url(block), self.by_row)
+        order = self.order.within(block, piece)
         if (piece + 1) * self.order.piece_rows[block] < self.order.rows[block]:
             self._keep_open(block, piece + 1, cursor)
         else:
@@ -368,7 +369,7 @@ class MappedRows(Indexed):
         groups = np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece)) + 1)
         parts = [(self._piece(int(piece[own[0]])), numbers[own] - self._firsts[piece[own[0]]], own) for own in groups]
         return {
-            name: joined(name, [(_taken(columns[name], rows), places[own]) for columns, rows, own in parts])
+            name: joined([(taken(columns[name], rows), places[own]) for columns, rows, own in parts])
             for name in self.table.types
         }
 
@@ -376,16 +377,8 @@ class MappedRows(Indexed):
         if number not in self._columns:
             block, piece = self.table.pieces[number]
             for i, batch in enumerate(self.table.cached(block, self._cache), number - piece):
-                self._columns[i] = stored_columns(batch, self.table.url(block))
+                self._columns[i] = stored_columns(batch, self.table.url(block), self._decoder.by_row)
         return self._columns[number]
-
-
-def _taken(column: Stored, rows: slice | Positions) -> Stored:
-    import pyarrow as pa
-
-    if isinstance(column, np.ndarray) or isinstance(rows, slice):
-        return column[rows]
-    return column.take(pa.array(rows))
 
 
 def _in_groups(

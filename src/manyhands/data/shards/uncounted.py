@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from manyhands.data.batch import Collate, digest_of
 from manyhands.data.sharding import slice_of
-from manyhands.data.shards.decode import RowDecoder, joined, stored_columns
+from manyhands.data.shards.decode import RowDecoder, joined, stored_columns, taken
 from manyhands.data.shards.host_cache import HostCache
 from manyhands.data.shards.table import ShardTable
 from manyhands.data.source import COMPARED, GlobalBatch, Reading, ShardPositions, Slice, Slices, Unsized
@@ -238,16 +238,17 @@ class FileReader(ShardReader):
                 own = np.random.default_rng((reading.seed, reading.epoch, shard, number))
                 order = own.permutation(piece.num_rows)
             url = self._table.files[shard].file.url
-            yield _Columns(stored_columns(piece, url, order), piece.num_rows)
+            columns = stored_columns(piece, url, self._decoder.by_row)
+            if order is not None:
+                columns = {name: taken(values, order) for name, values in columns.items()}
+            yield _Columns(columns, piece.num_rows)
 
     @override
     def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
         held: list[Any] = [part.columns for _, _, part in parts]  # type: ignore[attr-defined]
         ends = np.cumsum([len(part) for _, _, part in parts])
         places = np.split(np.arange(ends[-1]), ends[:-1])
-        columns = {
-            name: joined(name, [(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]
-        }
+        columns = {name: joined([(one[name], own) for one, own in zip(held, places, strict=True)]) for name in held[0]}
         numbers = [(shard, first + i) for shard, first, part in parts for i in range(len(part))]
         return self._decoder.batch(columns, lambda i: np.random.default_rng((seed, epoch, *numbers[i])))
 
