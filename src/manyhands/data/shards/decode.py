@@ -136,6 +136,11 @@ class RowDecoder:
         """Whether batches are made by the user's code, row by row."""
         return self.decode is not None or self.collate is not None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a batch is its columns as they are stored, so that those of several batches can be made at once."""
+        return not (self.by_row or self.suffixes)
+
     @cached_property
     def draws(self) -> bool:
         """Whether `decode` asks for random numbers."""
@@ -144,14 +149,14 @@ class RowDecoder:
         except ValueError:  # some types of Python's own, `dict` for one, have no signature
             return False
 
-    def batch(self, columns: Mapping[str, Any], rngs: Callable[[int], np.random.Generator]) -> Any:
-        """columns: as `joined` makes them. rngs: the Generator of a row, by its place in the batch."""
+    def batch(self, columns: Mapping[str, Any], rngs: Callable[[int], np.random.Generator] | None = None) -> Any:
+        """columns: as `joined` makes them. rngs: the Generator of a row, by its place in the batch; for `decode`."""
         if self.decode is None:
             columns = {
                 name: self._decoded(name, values) if name in self.suffixes else values
                 for name, values in columns.items()
             }
-        if self.decode is None and self.collate is None:
+        if not self.by_row:
             return {
                 name: _as_tensor(name, values)
                 if self.suffixes or isinstance(values, np.ndarray) or isinstance(values[0], np.ndarray)
@@ -160,7 +165,8 @@ class RowDecoder:
             }
         rows: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         if self.decode is not None:
-            rows = self._mapped(self._row, rows, [rngs(i) if self.draws else None for i in range(len(rows))])
+            own = [rngs(i) if self.draws and rngs is not None else None for i in range(len(rows))]
+            rows = self._mapped(self._row, rows, own)
         if self.collate is not None:
             return self.collate(rows)
         try:

@@ -403,10 +403,12 @@ def _in_groups(
             own = np.concatenate([np.asarray(pick.own, np.int64) for pick in group])
             rising = np.argsort(own, kind="stable")
             columns = gather(own[rising], rising) if len(own) else {}
+            if decoder.plain:
+                columns = decoder.batch(columns)
             start = 0
             for pick in group:
                 stop = start + len(pick.own)
-                yield pick.load(partial(_decoded, decoder, columns, start, stop, numbers, key))
+                yield pick.load(partial(_batch, decoder, columns, start, stop, numbers, key))
                 start = stop
 
 
@@ -419,7 +421,7 @@ def _taken_up_to(picks: Iterator[Pick], rows: int) -> list[Pick]:
     return group
 
 
-def _decoded(
+def _batch(
     decoder: RowDecoder,
     columns: dict[str, Any],
     start: int,
@@ -429,6 +431,8 @@ def _decoded(
     own: Sequence[Any],
 ) -> Any:
     """The batch of rows [start, stop) of the columns, whose positions are `own`."""
-    found = numbers(np.asarray(own, np.int64)) if decoder.draws else np.empty(0, np.int64)
     part = {name: values[start:stop] for name, values in columns.items()}
+    if decoder.plain:
+        return part
+    found = numbers(np.asarray(own, np.int64)) if decoder.draws else np.empty(0, np.int64)
     return decoder.batch(part, lambda i: np.random.default_rng((*key, int(found[i]))))
