@@ -91,7 +91,7 @@ class Driver:
         except ManyhandsError as error:
             self.error = error
 
-    def launch(self) -> NotesCrew:
+    def launch(self, **variables: str) -> NotesCrew:
         shared = {
             "size": 4,
             "process_indices": [2, 3],
@@ -99,7 +99,7 @@ class Driver:
             "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
             "threads": None,
         }
-        variables = {"MANYHANDS_STRATEGY": "easgd"}
+        variables = {"MANYHANDS_STRATEGY": "easgd", **variables}
         body = {"type": "launch", "host": "b", "shared": shared, "variables": variables, "silence_s": 5.0}
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
         self.post.send({"type": "stacks"})
@@ -142,6 +142,18 @@ def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
     assert driver.error is None
     assert host_processes.notes == [("end", 0.0)]
     assert driver.output[-1] == "the run is done"
+
+
+@pytest.mark.parametrize(("own", "workers"), [("/here", "/here"), (None, "/drivers")])
+def test_a_cache_folder_of_this_hosts_own_is_kept(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, own: str | None, workers: str
+) -> None:
+    monkeypatch.delenv("MANYHANDS_CACHE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MANYHANDS_CACHE", own)
+    host_processes = driver.launch(MANYHANDS_CACHE="/drivers")
+    assert host_processes.shared["environment"]["MANYHANDS_CACHE"] == workers
+    driver.end()
 
 
 def test_messages_both_ways(driver: Driver) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.data.shards.host_cache import VARIABLE as CACHE
 from manyhands.engines.base import check_count, check_seconds
 from manyhands.engines.cores import threads_per_worker
 from manyhands.engines.descriptors import room_for_descriptors
@@ -337,12 +338,17 @@ class Agent:
             "threads": threads,
             "path": list(dict.fromkeys([os.getcwd(), *import_path()])),
             "folder": os.getcwd(),
-            "environment": {**os.environ, **self.offer.variables, **body["variables"]},
+            "environment": self._environment(body["variables"]),
         }
         try:
             self._processes.start({**shared, **own}, self._program)
         except ManyhandsError as error:
             self._failed(error)
+
+    def _environment(self, drivers: Mapping[str, str]) -> dict[str, str]:
+        """Of the workers: the driver's variables take precedence, except over a cache folder, which is of this host's disk."""
+        own = {**os.environ, **self.offer.variables}
+        return {**own, **drivers, **({CACHE: own[CACHE]} if CACHE in own else {})}
 
     def _failed(self, error: ManyhandsError) -> None:
         """The driver decides what it means, and ends the run."""
