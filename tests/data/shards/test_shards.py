@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -350,6 +352,9 @@ def test_blocks_of_other_sizes_are_others_to_the_cache(tmp_path: Path, monkeypat
         ({"cache": "5 parrots"}, "cache must be a size with its unit"),
         ({"cache": 0}, "cache must be a number of bytes, at least 1"),
         ({"cache": -5}, "cache must be a number of bytes"),
+        ({"prefetch": 0}, 'prefetch must be a number of bytes, at least 1, or a size such as "64MB", not 0'),
+        ({"prefetch": None}, "prefetch must be a number of bytes, at least 1"),
+        ({"prefetch": "much"}, "prefetch must be a size with its unit"),
         ({"threads": 0}, "threads must be a whole number of at least 1, not 0"),
         ({"threads": 1.5}, "threads must be a whole number"),
         ({"decode": 5}, "decode must be a function of a row"),
@@ -359,6 +364,40 @@ def test_blocks_of_other_sizes_are_others_to_the_cache(tmp_path: Path, monkeypat
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         shards(**{"paths": "a.parquet", **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"counted": False}])
+@pytest.mark.parametrize(("given", "ready"), [(1, 2), (200_000, 5), ("1MB", 25)])
+def test_as_many_bytes_as_asked_for_are_read_ahead(
+    tmp_path: Path, given: int | str, ready: int, options: dict[str, Any]
+) -> None:
+    """Batches of 40,000 bytes: one was taken, `ready` wait, and one is in the thread's hand."""
+    pq.write_table(pa.table({"x": range(400)}), tmp_path / "a.parquet", row_group_size=40)
+    decoded: list[int] = []
+
+    def decode(row: dict[str, Any]) -> torch.Tensor:
+        decoded.append(row["x"])
+        return torch.zeros(1000)
+
+    (feed,) = feeds(shards(tmp_path / "a.parquet", decode=decode, prefetch=given, **options))
+    with closing(feed.epoch(0)) as slices:
+        next(slices)
+        deadline = time.monotonic() + 30
+        while not prefetch_waits():
+            assert time.monotonic() < deadline
+        assert len(decoded) == 10 * (1 + ready + 1)
+
+
+def prefetch_waits() -> bool:
+    """Whether the thread that reads ahead has read enough, or has ended."""
+    thread = next((one for one in threading.enumerate() if one.name == "manyhands-prefetch"), None)
+    if thread is None:
+        return True
+    frame, calls = sys._current_frames().get(thread.ident or 0), list[str]()
+    while frame is not None:
+        calls.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return {"wait", "wait_for"} <= set(calls)
 
 
 def test_an_order_and_a_fixed_partition_need_rows_that_lie_ready(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Shards:
     cache_folder: str | None = None
     threads: int = 2
     counted: bool | None = None
+    prefetch: int = AHEAD_BYTES
 
     @cached_property
     def lanes(self) -> int:
@@ -76,7 +77,7 @@ class Shards:
         decoder = RowDecoder(suffixes=table.suffixes(), decode=self.decode, collate=collate)
         if not counted:
             reader = FileReader(table, cache, decoder, self.shuffle is not False)
-            return UncountedRows(reader, self.lanes, self.shuffle is not False, table)
+            return UncountedRows(reader, self.lanes, self.shuffle is not False, table, self.prefetch)
         nonempty(table.rows, units.listed(list(self.paths), 3))
         table.types  # noqa: B018 - the same in all files, or an error
         if self.shuffle is True:
@@ -85,8 +86,8 @@ class Shards:
                 table.memory,
                 f'give a larger one, or shuffle="blocks:{LANES}", which reads the files from front to back',
             )
-            return MappedRows(table, cache, decoder, self.threads)
-        return BlockRows(table, cache, decoder, self.lanes, self.shuffle is not False, self.threads)
+            return MappedRows(table, cache, decoder, self.threads, self.prefetch)
+        return BlockRows(table, cache, decoder, self.lanes, self.shuffle is not False, self.threads, self.prefetch)
 
 
 def shards(
@@ -99,6 +100,7 @@ def shards(
     cache_folder: str | Path | None = None,
     threads: int = 2,
     counted: bool | None = None,
+    prefetch: int | str = AHEAD_BYTES,
 ) -> Shards:
     """Rows of files that are read while the run trains, so that they need not fit into memory.
 
@@ -114,6 +116,8 @@ def shards(
     threads: that read and decode, for each worker.
     counted: whether the rows are counted before the first one is read, which costs a reading of files other than Parquet, Arrow and MDS.
         Default: files of this machine's disks are, those behind a URL are not.
+    prefetch: how many bytes of batches each worker reads ahead (`"64MB"`; default: 16 MiB), and at least two batches. Raise it where
+        reading is slow by turns; lower it where memory is scarce.
 
     Each worker reads the rows of its slices, and N workers train the same global batches as one. Of files that are not counted a worker
     reads whole ones, dealt anew where a run goes on with another number of workers: each row once, in batches that depend on that number.
@@ -125,10 +129,6 @@ def shards(
         raise BadInput("shards was given no path: give a file, a folder, a glob or a URL")
     if not is_whole(threads):
         raise BadInput(f"threads must be a whole number of at least 1, not {threads!r}")
-    if isinstance(cache, str):
-        cache = units.read_bytes(cache, "cache")
-    if cache is not None and not is_whole(cache):
-        raise BadInput(f'cache must be a number of bytes, at least 1, or a size such as "50GB", not {cache!r}')
     if decode is not None and not callable(decode):
         raise BadInput(f"decode must be a function of a row, {{column: value}}, not {decode!r}")
     made = Shards(
@@ -136,10 +136,11 @@ def shards(
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
         shuffle=shuffle,
         decode=decode,
-        cache=cache,
+        cache=None if cache is None else _bytes_of(cache, "cache", "50GB"),
         cache_folder=None if cache_folder is None else str(cache_folder),
         threads=threads,
         counted=counted,
+        prefetch=_bytes_of(prefetch, "prefetch", "64MB"),
     )
     made.lanes  # noqa: B018 - checks `shuffle`
     if shuffle is True and counted is False:
@@ -148,6 +149,13 @@ def shards(
             "leave counted out"
         )
     return made
+
+
+def _bytes_of(given: Any, name: str, example: str) -> int:
+    found = units.read_bytes(given, name) if isinstance(given, str) else given
+    if not is_whole(found):
+        raise BadInput(f'{name} must be a number of bytes, at least 1, or a size such as "{example}", not {given!r}')
+    return int(found)
 
 
 def index_cache(folder: Path) -> HostCache | None:
@@ -164,10 +172,17 @@ class BlockRows(Planned):
     named_by = "shards are read from front to back, unless they have shuffle=True"
 
     def __init__(
-        self, table: ShardTable, cache: HostCache | None, decoder: RowDecoder, lanes: int, shuffle: bool, threads: int
+        self,
+        table: ShardTable,
+        cache: HostCache | None,
+        decoder: RowDecoder,
+        lanes: int,
+        shuffle: bool,
+        threads: int,
+        ahead_bytes: int,
     ) -> None:
         self.table, self.rows, self.counters = table, table.rows, table.counters
-        self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
+        self.ahead_bytes, self.stored_bytes = ahead_bytes, table.bytes
         self._cache, self._decoder, self._lanes, self._shuffle, self._threads = cache, decoder, lanes, shuffle, threads
         self._aside: _Pieces | None = None
         self._order: BlockOrder | None = None
@@ -338,9 +353,11 @@ class _Pieces:
 class MappedRows(Indexed):
     """Rows in any order: every block lies decoded in the host's cache, and is mapped."""
 
-    def __init__(self, table: ShardTable, cache: HostCache, decoder: RowDecoder, threads: int) -> None:
+    def __init__(
+        self, table: ShardTable, cache: HostCache, decoder: RowDecoder, threads: int, ahead_bytes: int
+    ) -> None:
         self.table, self.rows, self.counters = table, table.rows, table.counters
-        self.ahead_bytes, self.stored_bytes = AHEAD_BYTES, table.bytes
+        self.ahead_bytes, self.stored_bytes = ahead_bytes, table.bytes
         self._cache, self._decoder, self._threads = cache, decoder, threads
         self._firsts = np.asarray(table.rows_before(), np.int64)
         self._columns: dict[int, dict[str, Stored]] = {}  # by piece

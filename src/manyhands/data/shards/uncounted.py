@@ -30,7 +30,7 @@ from manyhands.data.source import COMPARED, GlobalBatch, Reading, ShardPositions
 from manyhands.rng import RngScope
 
 AHEAD_BYTES = 16 << 20
-"""Of batches that a worker reads ahead."""
+"""Of batches that a worker reads ahead, unless `prefetch` says otherwise."""
 DONE = -1  # the position of a shard that is out
 _AT_ONCE = 32  # rows of a dataset, between which nobody else draws random numbers
 
@@ -88,12 +88,17 @@ class UncountedRows(Unsized):
     """The rows of shards, dealt as the module says. They are mixed from `lanes` shards at a time, by all workers together."""
 
     def __init__(
-        self, reader: ShardReader, lanes: int = 1, shuffle: bool = False, table: ShardTable | None = None
+        self,
+        reader: ShardReader,
+        lanes: int = 1,
+        shuffle: bool = False,
+        table: ShardTable | None = None,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
-        """table: of files, which a thread may read ahead; None: a dataset, whose code draws random numbers."""
+        """table: of files, of which a thread reads `ahead_bytes` ahead; None: a dataset, whose code draws random numbers."""
         self.reader, self._lanes, self._shuffle = reader, lanes, shuffle
         if table is not None:
-            self.counters, self.stored_bytes, self.ahead_bytes = table.counters, table.bytes, AHEAD_BYTES
+            self.counters, self.stored_bytes, self.ahead_bytes = table.counters, table.bytes, ahead_bytes
 
     @override
     def in_background(self, reading: Reading) -> bool:
