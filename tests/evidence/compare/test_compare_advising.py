@@ -1,8 +1,11 @@
 """What the rules of advice see of a comparison."""
 
+from dataclasses import replace
+
 import pytest
 from by_numbers import found
 
+from manyhands.evidence.advise import advise_comparison
 from manyhands.evidence.compare.comparison import Target
 from manyhands.evidence.compare.verdict import compared
 
@@ -33,6 +36,25 @@ def test_contestants_are_the_middle_of_their_repeats() -> None:
     assert measured.rows_per_step == 50
     assert measured.one_host
     assert list(measured.compute_of_workers_s) == pytest.approx([0.6, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("input", "remedy"),
+    [
+        ({"hits": 0, "misses": 0, "stored_bytes": 3e9}, 'shards(…, cache="12.0GB")'),
+        ({"hits": 90, "misses": 10, "stored_bytes": 3e9}, "The cache has the blocks already"),
+        ({}, "--loader-processes"),
+    ],
+)
+def test_the_best_that_waits_for_files_is_told_what_would_help(input: dict[str, float], remedy: str) -> None:
+    made = found({"solo, 1 thread": [50.0] * 3, "solo, 2 threads": [100.0] * 3, "gossip on 2": [150.0] * 3})
+    times = ({"input": 0.6, "compute": 0.4, "exchange": 0.0, "wait": 0.0},) * 2
+    trials = tuple(replace(one, timing=times, input=input) if "gossip" in one.variant else one for one in made.trials)
+    seen = compared(replace(made, trials=trials))
+    assert seen.several[0].measured.input == input
+    (advice,) = (one for one in advise_comparison(seen) if one.kind == "input-bound")
+    assert advice.text.startswith("gossip on 2: input-bound: 60 % of the time waits for rows")
+    assert remedy in advice.text
 
 
 def test_with_a_target_the_speed_is_of_the_time_to_it_turned_over() -> None:

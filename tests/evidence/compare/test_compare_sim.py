@@ -3,8 +3,11 @@
 import copy
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from comparable import ROWS, Broken, Diverging, tiny
@@ -327,3 +330,18 @@ def test_the_parts_of_a_history_are_the_time_that_a_run_took(strategy: str) -> N
     assert sum(run.timing.values()) == pytest.approx(run.seconds, rel=0.02)
     each = [sum(one.values()) for one in run.timing_of_workers]
     assert sum(run.timing.values()) == pytest.approx(sum(each) / len(each))
+
+
+def test_what_trials_read_of_files_is_in_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
+    x, y = tiny().train_data
+    pq.write_table(pa.table({"x": x.tolist(), "y": y.tolist()}), tmp_path / "a.parquet", row_group_size=40)
+    rows = mh.shards(tmp_path / "a.parquet", decode=lambda row: (torch.tensor(row["x"]).float(), int(row["y"])))
+    made = compare(tiny(train_data=rows, max_steps=6), strategies=["allreduce"], workers=(2,), repeats=1, engine=SIM)
+    stored = (tmp_path / "a.parquet").stat().st_size
+    for trial in made.trials:
+        assert trial.bytes_read is not None
+        assert 0 < trial.bytes_read < 4 * stored
+        assert trial.input["misses"] == 0  # there is no cache
+    assert Comparison.from_json(made.to_json()) == made
+    assert " read " in text(made)

@@ -109,6 +109,17 @@ def test_costs_and_rows_without_effect() -> None:
     assert "memory" not in labels
 
 
+def test_what_was_read_of_files_and_the_wait_for_it_where_it_was_counted() -> None:
+    name = "allreduce on 2"
+    made = numbers(comparison(), name, "input", *({"bytes": many, "reads": 9} for many in (2e6, 4e6, 6e6)))
+    made = changed(made, name, timing=({"input": 1.0, "compute": 2.0}, {"input": 2.0, "compute": 3.0}))
+    assert cell(made, "Cost and rate", "read", name) == TableCell(text="4.0 MB", between="2.0–6.0 MB")
+    assert cell(made, "Cost and rate", "waiting for input", name).text == "38 %"
+    assert cell(made, "Cost and rate", "read", "solo, 4 threads").text == NOTHING
+    labels = [column.label for column in columns(comparison())]
+    assert not {"read", "waiting for input"} & set(labels)
+
+
 @pytest.mark.parametrize(
     ("of", "numbers_of", "output"),
     [

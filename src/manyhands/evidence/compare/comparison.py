@@ -98,6 +98,8 @@ class Trial:
     bytes: int = 0
     """Sent by all workers."""
     messages: int = 0
+    input: Mapping[str, float] = field(default_factory=dict)
+    """As `Run.input`: what reading files cost all workers; empty: rows lay in memory, or were not counted."""
     staleness: Mapping[int, int] = field(default_factory=dict)
     """{versions: pushes}"""
     gain: float | None = None
@@ -112,6 +114,11 @@ class Trial:
     def worker_seconds(self) -> float:
         """What it costs: seconds of the loop times workers."""
         return self.seconds * max(1, len(self.timing))
+
+    @property
+    def bytes_read(self) -> float | None:
+        """From the files or their store, by all workers; None: not counted."""
+        return self.input.get("bytes")
 
     @property
     def most_memory(self) -> int | None:

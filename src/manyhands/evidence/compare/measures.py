@@ -22,7 +22,8 @@ OF_TRIALS = frozenset(
     (
         *GEOMETRIC,
         "launch_seconds",
-        *("target_rows", "distance", "cosine", "agreement", "rows", "unused", "bytes", "most_memory", "effective_rate"),
+        *("target_rows", "distance", "cosine", "agreement", "rows", "unused", "bytes", "bytes_read"),
+        *("most_memory", "effective_rate"),
         *("optimum_distance", "excess_loss"),
     )
 )

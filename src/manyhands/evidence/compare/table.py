@@ -243,6 +243,7 @@ def _cost(comparison: Comparison) -> list[TableColumn]:
             cell=_mean(comparison, "worker_seconds", units.short),
         ),
         *(TableColumn(group=COST, terminal=part, spare=3, cell=_share(comparison, part)) for part in PARTS),
+        *_input(comparison),
         TableColumn(
             group=COST,
             label="sent",
@@ -271,6 +272,29 @@ def _cost(comparison: Comparison) -> list[TableColumn]:
         unused = _mean(comparison, "unused", units.number)
         found.append(TableColumn(group=COST, label="unused rows", about=about, cell=unused))
     return found
+
+
+def _input(comparison: Comparison) -> list[TableColumn]:
+    """Of rows that are read of files; the terminal has the share of time beside those of the other parts."""
+    if not any(trial.input for trial in comparison.trials):
+        return []
+    return [
+        TableColumn(
+            group=COST,
+            label="waiting for input",
+            markdown="waiting for input",
+            about="Share of the workers' time in which they wait for rows.",
+            cell=_share(comparison, "input"),
+        ),
+        TableColumn(
+            group=COST,
+            label="read",
+            terminal="read",
+            markdown="bytes read",
+            about="Bytes that all workers together read from the files or their store, without what came from the host's cache.",
+            cell=_mean(comparison, "bytes_read", units.size),
+        ),
+    ]
 
 
 def _share(comparison: Comparison, part: str) -> Cell:

@@ -197,6 +197,7 @@ def _finished(setting: TrialSetup, trial: Trial, run: Run, listener: ValidationL
             timing=tuple(run.timing_of_workers),
             bytes=sum(entry["bytes"] for entry in run.ledger.values()),
             messages=sum(entry["messages"] for entry in run.ledger.values()),
+            input=run.input,
             staleness=run.staleness,
             gain=run.info.get("gain"),
             memory=tuple(run.memory_of_workers),

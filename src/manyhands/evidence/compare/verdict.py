@@ -95,6 +95,7 @@ def _measured(comparison: Comparison, name: str, trials: Sequence[Trial]) -> Run
         rate=trials[0].rate,
         staleness=measures.staleness(comparison, name),
         push_gain=fmean(gains) if gains else None,
+        input={name: fmean(trial.input[name] for trial in trials) for name in trials[0].input},
     )
 
 
