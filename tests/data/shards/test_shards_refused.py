@@ -1,0 +1,145 @@
+"""What cannot be trained on is refused before a step is made, with exit code 2 and a message of what came and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import manyhands as mh
+from manyhands.cli import commands
+from manyhands.data.shards import host_cache
+from manyhands.errors import BadInput
+
+COLUMNS = np.random.default_rng(0).normal(size=(3, 20)).astype(np.float32)
+
+
+def write(folder: Path, names: str, **types: str) -> None:
+    """Files of 20 rows with these columns each, `ab aby`, of float32 unless `types` says otherwise."""
+    folder.mkdir(exist_ok=True)
+    for i, columns in enumerate(names.split()):
+        rows = {name: COLUMNS["aby".index(name)] for name in columns}
+        if i:  # the first file is as it should be
+            rows = {name: column.astype(types.get(name, "float32")) for name, column in rows.items()}
+        pq.write_table(pa.table(rows), folder / f"{i}.parquet", row_group_size=5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "rows", "aby aby")
+    return tmp_path / "rows"
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs = torch.stack([batch["a"], batch["b"]], 1)
+    return (model(inputs)[:, 0] - batch["y"]).square().mean()
+
+
+def task(data: Any, **fields: Any) -> mh.Task:
+    given = {"model": lambda: nn.Linear(2, 1), "loss": loss, "optimizer": sgd, "train_data": data, "batch_size": 4}
+    return mh.Task(**(given | fields))
+
+
+def refused(given: mh.Task, *parts: str, **options: Any) -> None:
+    """Train, which must raise an error that has all these parts; no optimizer makes a step."""
+    steps: list[int] = []
+
+    def counting(model: nn.Module) -> torch.optim.Optimizer:
+        made = given.optimizer(model)
+        made.register_step_post_hook(lambda *_: steps.append(1))
+        return made
+
+    with pytest.raises(BadInput) as error:
+        mh.train(given.with_fields(optimizer=counting), workers=1, **options)
+    assert error.value.exit_code == 2
+    message = str(error.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert steps == []
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for data in (mh.shards(tmp_path / "empty"), str(tmp_path / "empty")):
+        refused(task(data), str(tmp_path / "empty"), "expected", ".parquet")
+
+
+@pytest.mark.parametrize(("names", "types"), [("aby ab", {}), ("aby aby", {"y": "int64"}), ("ab aby", {})])
+def test_files_of_several_schemas_name_file_and_column(names: str, types: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path / "rows", names, **types)
+    refused(task(mh.shards(tmp_path / "rows")), "'y'", "0.parquet", "1.parquet", "columns=")
+
+
+def test_a_column_that_no_file_has(folder: Path) -> None:
+    refused(task(mh.shards(folder, columns=["a", "z"])), "'z'", "0.parquet", "a, b, y")
+
+
+class Split:
+    """Stands in for webdataset's, which reads RANK and WORLD_SIZE."""
+
+    def __init__(self) -> None:
+        def split_by_node(rows: Any) -> Any:
+            return rows
+
+        self.pipeline = (split_by_node,)
+
+
+def test_a_library_that_shares_rows_out_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Split, "__module__", "webdataset.pipeline")
+    refused(task(Split()), "split_by_node", "mh.shards()")
+
+
+def test_a_cache_that_is_too_small_or_a_disk_that_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(task(mh.shards(folder, shuffle=True, cache=100)), "100 B", 'shuffle="blocks:16"')
+    refused(task(mh.shards(folder, cache="900TB")), "900.0 TB", "cache_folder=")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(host_cache, "_locked", full)
+    refused(task(mh.shards(folder, cache="1MB")), "No space left", "cache_folder=")
+
+
+@pytest.mark.parametrize("problem", [errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_be_written_to(
+    problem: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    refused(
+        task(mh.shards(folder, cache="1MB", cache_folder=tmp_path / "file" / "cache")), "file/cache", "cache_folder="
+    )
+    mkdir = Path.mkdir
+
+    def read_only(path: Path, *given: Any, **options: Any) -> None:
+        if path.name == "fixed":
+            raise OSError(problem, os.strerror(problem))
+        mkdir(path, *given, **options)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    data = mh.shards(folder, cache="1MB", cache_folder=tmp_path / "fixed")
+    refused(task(data), "fixed", os.strerror(problem), "cache_folder=", host_cache.VARIABLE)
+
+
+def test_a_url_whose_package_is_missing_or_that_nobody_knows() -> None:
+    refused(task(mh.shards("s3://bucket/*.parquet")), "s3://bucket/*.parquet", "pip install s3fs")
+    refused(task(mh.shards("nosuch://bucket/*.parquet")), "nosuch", "s3://")
+
+
+def test_no_blocks_at_all(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"'blocks:0': \"blocks:16\""):
+        mh.shards(folder, shuffle="blocks:0")
+    done = CliRunner().invoke(commands.app, ["data", str(folder), "--shuffle", "blocks:0"])
+    assert done.exit_code == 2
+    assert "'blocks:0'" in done.output
