@@ -343,7 +343,7 @@ class SupervisedLoss:
     criterion: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Measure:
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         mean = self.criterion(model(inputs), targets)
         weight = counted(self.criterion, targets)
         return mean if weight is None else (mean, weight)
@@ -356,7 +356,7 @@ class SupervisedMetrics:
     criterion: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Measure]:
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         outputs = model(inputs)
         mean = self.criterion(outputs, targets)
         weight = counted(self.criterion, targets)
@@ -364,6 +364,18 @@ class SupervisedMetrics:
         if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
             metrics["accuracy"] = _accuracy(outputs.argmax(1), targets, _ignored(self.criterion))
         return metrics
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """(inputs, targets); BadInput for a batch of other columns."""
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple | list) and len(batch) != 2):
+        has = f"columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{len(batch)} columns"
+        raise BadInput(
+            f"a task of Task.supervised takes batches (inputs, targets), and the data has {has}: give mh.Task(loss=lambda model, batch: ...), which "
+            "takes the columns itself, or data of two columns without names; collate= makes a batch of rows"
+        )
+    inputs, targets = batch
+    return inputs, targets
 
 
 def counted(criterion: Any, targets: Tensor) -> float | None:

@@ -113,3 +113,21 @@ def test_the_loss_has_the_models_regularisers() -> None:
         bare = float(keras.losses.sparse_categorical_crossentropy(y, model(x)).mean())
         assert mean == pytest.approx(bare + float(sum(model.losses)), abs=1e-6)
     assert mean > bare + 1e-3
+
+
+def test_columns_that_the_model_does_not_take_are_refused_before_a_step() -> None:
+    inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([*inputs.values()])))
+    model.compile("sgd", "mse")
+    column = np.ones((8, 1), "float32")
+    for data, message in [
+        (({"a": column}, column), "no column 'b', which is an input of the model; it has a"),
+        ({"a": column, "b": column, "y": column}, r"gives the columns a, b, y: give collate="),
+    ]:
+        with pytest.raises(mh.BadInput, match=message):
+            mh.train(mh.keras.task(model, data_of(data), batch_size=4), workers=1)
+
+
+def data_of(columns: Any) -> Any:
+    """Data that gives batches of these columns."""
+    return lambda: columns

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -19,11 +22,13 @@ from torch import Tensor
 
 from manyhands.data.ragged import Ragged
 from manyhands.data.strata import Cells
-from manyhands.errors import BadInput
+from manyhands.errors import BadInput, users_line
 
 Collate = Callable[[list[Any]], Any]  # [row, …] -> batch
 
 _DIGESTED = 1 << 20
+_UNEXPECTED = re.compile(r"(\S+) got an unexpected keyword argument '(.+?)'")
+_MISSING = re.compile(r"(\S+) missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
 PLAIN = (str, bytes, int, float, bool, complex, type(None), np.generic)
 
 
@@ -149,6 +154,46 @@ def describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+@contextmanager
+def naming_columns(batch: Any) -> Iterator[None]:
+    """Code of the user's that is given a batch of named columns runs within.
+
+    Raises BadInput where it asks the batch for a column that it has not, or gives the columns to a function whose arguments
+    have other names: not in the place of an error that has another reason.
+    """
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        if isinstance(batch, Mapping) and (problem := _wrong_column(batch, error)):
+            raise BadInput(problem) from error
+        raise
+
+
+def _wrong_column(batch: Mapping[Any, Any], error: KeyError | TypeError) -> str:
+    """What is wrong with the names of a batch's columns; "" where the error is not about them."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    held = [value for value in frame.f_locals.values() if isinstance(value, Mapping)]
+    whole = any(set(batch) <= set(one) for one in held)  # the batch, a part of its rows, or its columns as arguments
+    line, has = users_line(error), f"the data has the columns {', '.join(map(str, batch))}"
+    where = f" ({line.in_words})" if line else ""
+    if isinstance(error, KeyError):
+        if not whole or error.args[0] in batch:
+            return ""
+        return f"there is no column {error.args[0]!r}, which the program asks for{where}: {has}. Use one of these, or give data with this column"
+    text = str(error)
+    if (found := _UNEXPECTED.search(text)) and any(found[2] in one for one in held) and found[2] in batch:
+        others = ", ".join(repr(name) for name in batch if name != found[2])
+        return (
+            f"{found[1]} takes no column {found[2]!r}{where}: {has}. Give only columns that it takes: mh.shards(…, columns=[{others}]), or those "
+            "that the loss picks from the batch"
+        )
+    if (found := _MISSING.search(text)) and whole:
+        lacking = [name for name in re.findall(r"'(.+?)'", found[2]) if name not in batch]
+        if lacking:
+            return f"{found[1]} needs {lacking[0]!r}{where}: {has}. Give data with this column, or let the loss give it"
+    return ""
 
 
 def _is_column(value: Any) -> bool:

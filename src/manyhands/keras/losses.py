@@ -7,7 +7,7 @@ positives at each threshold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 def loss(model: nn.Module, batch: Any) -> Measure:
     """(the loss that `model.fit` minimises, what its mean divides by). Updates the model's metrics if the module `counts`."""
     module = module_of(model)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, sample_weight = _unpacked(module, batch)
     predicted = model(x)
     with module.placed():
         mean = _loss(module.keras, x, y, predicted, sample_weight, training=True)
@@ -40,7 +40,7 @@ def loss(model: nn.Module, batch: Any) -> Measure:
 def metrics(model: nn.Module, batch: Any) -> Metrics:
     """The loss, and the model's metrics under Keras's names, as sums of their state over all batches and workers."""
     module = module_of(model)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, sample_weight = _unpacked(module, batch)
     predicted = model(x)
     with module.placed(), separate(module.keras):
         mean = _loss(module.keras, x, y, predicted, sample_weight, training=False)
@@ -52,6 +52,26 @@ def metrics(model: nn.Module, batch: Any) -> Metrics:
         return {name: value for name, value in results_of(module, total).items() if name != "loss"}
 
     return {"loss": (mean, weight), "metrics": Summed(sums, besides_loss)}
+
+
+def _unpacked(module: KerasModule, batch: Any) -> tuple[Any, Any, Any]:
+    """(x, y, sample weights); BadInput for a batch of columns, and for inputs of which one is not there."""
+    if isinstance(batch, Mapping):
+        raise BadInput(
+            f"data for a Keras model gives batches (x, y) or (x, y, sample_weight), and this one gives the columns {', '.join(map(str, batch))}: "
+            'give collate= that makes such a batch of rows, ({"a": …, "b": …}, y) for a model of several inputs'
+        )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    wanted = getattr(module.keras, "input", None)  # by name, where the model has several
+    if (
+        isinstance(x, Mapping)
+        and isinstance(wanted, Mapping)
+        and (lacking := [name for name in wanted if name not in x])
+    ):
+        raise BadInput(
+            f"the data has no column {lacking[0]!r}, which is an input of the model; it has {', '.join(map(str, x))}: give data with this column"
+        )
+    return x, y, sample_weight
 
 
 def _loss(model: Any, x: Any, y: Any, predicted: Any, sample_weight: Any, training: bool) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands import rng
-from manyhands.data.batch import rows_of, slice_rows
+from manyhands.data.batch import naming_columns, rows_of, slice_rows
 from manyhands.parallel.mesh import place_of
 from manyhands.parallel.schedules import micro_batches_of
 from manyhands.parallel.spec import ModelParallel
@@ -26,7 +26,8 @@ def staged(task: Task, worker: Worker, spec: ModelParallel, first_rows: Callable
     start, stop = next(
         micro_batches_of(rows_of(batch), micro_batches, None if micro_batches else task.micro_batch_size)
     )
-    found = trace(task.model, task.loss, slice_rows(batch, start, stop))
+    with naming_columns(batch):
+        found = trace(task.model, task.loss, slice_rows(batch, start, stop))
     cuts = found.equal_cuts(spec.stages) if spec.cuts is None else found.chosen(spec.cuts)
     place = place_of(worker, found, cuts)
     recomputes = spec.recompute == "units"

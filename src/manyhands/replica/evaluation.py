@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from manyhands import rng
 from manyhands.comm.group import Group
-from manyhands.data.batch import merged, rows_of
+from manyhands.data.batch import merged, naming_columns, rows_of
 from manyhands.data.feed import Feed
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica.flat_vector import FlatVector
@@ -180,7 +180,9 @@ def evaluate(
         for part in slices:
             progress(part.index)
             if part.batch is not None:
-                measured.add(measure(part.batch), rows_of(part.batch))
+                with naming_columns(part.batch):
+                    found = measure(part.batch)
+                measured.add(found, rows_of(part.batch))
     return means_of(group.all_gather_json(measured.means)) | results_of(measured.summed, group)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from manyhands import units
 from manyhands.comm.group import Group, MeanResult
+from manyhands.data.batch import naming_columns
 from manyhands.errors import BadInput, NotFinite, Unsupported
 from manyhands.replica.control_bits import ControlBits
 from manyhands.replica.executor import AutogradExecutor, StepExecutor
@@ -213,11 +214,12 @@ class Replica:
         """The executor's, over this worker's rows; returns the mean loss.
 
         None is an empty tick: the model is not called, the gradient is zero with weight 0, 0.0 comes back. So is a
-        tick that `skip` says to leave out.
+        tick that `skip` says to leave out. Raises BadInput where the loss takes other columns than the batch has.
         """
         self._mean = None
         self.executor.stop, self.executor.regroup = self.control.stop, self.control.regroup
-        found = self.executor.backward(None if self.skip else batch)
+        with naming_columns(batch):
+            found = self.executor.backward(None if self.skip else batch)
         self.control.stop = self.control.stop or found.stop
         self.control.regroup = self.control.regroup or found.regroup
         self.weight, self.grad_mask, self.loss = found.weight, found.grad_mask, found.loss

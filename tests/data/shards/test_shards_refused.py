@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
+from typing_extensions import override
 
 import manyhands as mh
 from manyhands.cli import commands
@@ -84,6 +85,56 @@ def test_files_of_several_schemas_name_file_and_column(names: str, types: dict[s
 
 def test_a_column_that_no_file_has(folder: Path) -> None:
     refused(task(mh.shards(folder, columns=["a", "z"])), "'z'", "0.parquet", "a, b, y")
+
+
+def test_a_column_that_the_loss_asks_for(folder: Path) -> None:
+    lacks = mh.shards(folder, columns=["a", "y"])
+    refused(task(lacks), "'b'", "a, y", "test_shards_refused.py, line")
+    refused(task(lacks, micro_batch_size=3), "'b'", "a, y")
+    batches = list(range(2))
+    generated = task(lambda: ({"a": COLUMNS[0, i], "y": COLUMNS[2, i]} for i in batches))
+    refused(generated, "'b'", "a, y")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    @override
+    def forward(self, a: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.linear(a[:, None])[:, 0] - y).square().mean()
+
+
+def test_columns_that_a_model_does_not_take_by_name(folder: Path) -> None:
+    named = {"model": Net, "loss": lambda model, batch: model(**batch)}
+    refused(task(mh.shards(folder), **named), "forward() takes no column 'b'", "columns=['a', 'y']")
+    refused(task(mh.shards(folder, columns=["a"]), **named), "forward() needs 'y'", "columns a")
+    assert mh.train(task(mh.shards(folder, columns=["a", "y"]), **named), workers=1).rows["total"] == 40
+
+
+def test_a_supervised_task_takes_no_columns_by_name(folder: Path) -> None:
+    for names in ("ay", "aby"):
+        supervised = mh.Task.supervised(
+            model=lambda: nn.Linear(1, 1),
+            optimizer=sgd,
+            train_data=mh.shards(folder, columns=list(names)),
+            batch_size=4,
+        )
+        refused(supervised, "(inputs, targets)", ", ".join(names), "loss=")
+
+
+def test_an_error_of_the_program_itself_stays_what_it_is(folder: Path) -> None:
+    def of_another_dict(model: nn.Module, batch: Any) -> Any:
+        return {}["b"]
+
+    def of_a_layer(model: nn.Module, batch: Any) -> Any:
+        return nn.ModuleDict()["head"](batch["a"])
+
+    for own, error in [(of_another_dict, KeyError), (of_a_layer, KeyError)]:
+        with pytest.raises(mh.WorkerFailed) as failed:
+            mh.train(task(mh.shards(folder), loss=own), workers=1)
+        assert failed.value.error == error.__name__
 
 
 class Split:

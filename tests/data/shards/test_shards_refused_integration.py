@@ -32,6 +32,10 @@ def task(data):
 
 def empty():
     return task(mh.shards("empty"))
+
+
+def lacks():
+    return task(mh.shards("rows", columns=["a"]))
 """
 
 
@@ -46,7 +50,7 @@ def trained(folder: Path, name: str, *, max_steps: int | None = None) -> subproc
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize(("name", "said"), [("empty", "expected .parquet")])
+@pytest.mark.parametrize(("name", "said"), [("empty", "expected .parquet"), ("lacks", "column 'y'")])
 def test_nothing_is_trained(name: str, said: str, tmp_path: Path) -> None:
     done = trained(tmp_path, name)
     assert done.returncode == 2, done.stderr
