@@ -11,7 +11,7 @@ import copy
 import hashlib
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -53,8 +53,20 @@ def slice_rows(batch: Any, start: int, stop: int) -> Any:
 
 def digest_of(batch: Any) -> str:
     """Equal for equal batches; looks at the first megabyte of each column."""
+    return _digest(columns(batch))
+
+
+def digest_of_rows(rows: Sequence[Any]) -> str:
+    """Equal for equal rows, also where they hold numbers and texts."""
+    return _digest(_values(rows))
+
+
+def _digest(values: Iterable[tuple[str, Any]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path, column in columns(batch):
+    for path, column in values:
+        if isinstance(column, PLAIN):
+            digest.update(f"{path} {column!r} ".encode()[:_DIGESTED])
+            continue
         if isinstance(column, Tensor):
             flat = column.detach().reshape(-1)[: _DIGESTED // column.itemsize].cpu().contiguous()
             data = flat.view(torch.uint8).numpy().tobytes()
@@ -62,7 +74,7 @@ def digest_of(batch: Any) -> str:
             data = column.reshape(-1)[: _DIGESTED // column.itemsize].tobytes()
         else:
             data = repr(list(column)).encode()[:_DIGESTED]
-        shape = tuple(getattr(column, "shape", (len(column),)))
+        shape = tuple(column.shape) if hasattr(column, "shape") else (len(column),)
         digest.update(f"{path} {getattr(column, 'dtype', '')} {shape} ".encode() + data)
     return digest.hexdigest()
 
@@ -194,6 +206,15 @@ def _wrong_column(batch: Mapping[Any, Any], error: KeyError | TypeError) -> str:
         if lacking:
             return f"{found[1]} needs {lacking[0]!r}{where}: {has}. Give data with this column, or let the loss give it"
     return ""
+
+
+def _values(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every column, and of every number, text and tensor without dimensions."""
+    if _is_column(batch) or isinstance(batch, (Tensor, *PLAIN)):
+        yield path, batch
+    else:
+        for step, child in _children(batch):
+            yield from _values(child, path + step)
 
 
 def _is_column(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """data/readers/streams.py: N workers see what one sees, whatever the stream draws."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -121,6 +122,17 @@ def test_a_generator_gives_one_epoch_and_then_says_why():
     assert values(list(Feed(source).epoch(0))) == [[0, 1, 2]]
     with pytest.raises(BadInput, match="give a function that makes a new one"):
         list(Feed(source).epoch(1))
+
+
+def test_workers_whose_rows_hold_other_numbers_have_other_digests():
+    def digests(rows):
+        feeds = [Feed(open_source(partial(iter, rows[r])), rank=r, size=2, batch_size=2) for r in range(2)]
+        return [[part.digest for part in feed.epoch(0)] for feed in feeds]
+
+    for row in (float, str, lambda i: {"x": i}, lambda i: {"x": torch.tensor(i)}, lambda i: (torch.tensor(i), "a")):
+        alike, other = digests([[row(0), row(1)]] * 2), digests([[row(0), row(1)], [row(1), row(2)]])
+        assert alike[0] == alike[1]
+        assert other[0] != other[1]
 
 
 def test_no_rows_and_an_order_are_refused():

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
-from manyhands.data.batch import Collate, digest_of, rows_of, slice_rows
+from manyhands.data.batch import Collate, digest_of, digest_of_rows, rows_of, slice_rows
 from manyhands.data.readers.datasets import end_processes, set_epoch
 from manyhands.data.sharding import slice_of
 from manyhands.data.shards.uncounted import DatasetReader, UncountedRows
@@ -58,7 +58,7 @@ class Stream(Unsized):
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
             if index >= reading.first_tick:
                 start, stop = slice_of(len(rows), reading.rank, reading.size)
-                batch, digest = self._batch(rows[start:stop], own), _digest(rows, reading, index)
+                batch, digest = self._batch(rows[start:stop], own), _digest(digest_of_rows, rows, reading, index)
                 yield Slice(batch, stop - start, len(rows), index, reading.rank, digest)
 
     @override
@@ -67,7 +67,7 @@ class Stream(Unsized):
         with closing(chunks):
             for index, rows in enumerate(chunks):
                 cut = partial(self._cut, rows, (reading.seed, reading.epoch, index))
-                yield GlobalBatch(len(rows), cut, partial(digest_of, rows))
+                yield GlobalBatch(len(rows), cut, partial(digest_of_rows, rows))
 
     def chunks(self, reading: Reading) -> Generator[list[Any], None, None]:
         """The rows of all global batches, read here."""
@@ -114,7 +114,9 @@ class LoadedStream(Unsized):
                     rows = rows_of(batch)
                     start, stop = slice_of(rows, reading.rank, reading.size)
                     mine = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-                    yield Slice(mine, stop - start, rows, index, reading.rank, _digest(batch, reading, index))
+                    yield Slice(
+                        mine, stop - start, rows, index, reading.rank, _digest(digest_of, batch, reading, index)
+                    )
 
     @override
     def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
@@ -139,8 +141,8 @@ class LoadedStream(Unsized):
             end_processes(batches)
 
 
-def _digest(batch: Any, reading: Reading, index: int) -> str:
-    return digest_of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
+def _digest(of: Callable[[Any], str], batch: Any, reading: Reading, index: int) -> str:
+    return of(batch) if reading.size > 1 and index < reading.first_tick + COMPARED else ""
 
 
 def _chunks(stream: Iterable[Any], size: int, own: RngScope) -> Iterator[list[Any]]:
