@@ -63,7 +63,8 @@ class Task:
     epochs: int = 1
     """Passes over the training data by all workers together."""
     max_steps: int | None = None
-    """End after so many steps (global batches), wherever the epoch is."""
+    """End after so many steps (global batches), wherever the epoch is. Where rows are counted, `epochs` may end sooner; on a
+    stream that is an error once its rows are out."""
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
     """(optimizer, total_steps) -> a PyTorch scheduler, stepped after every optimizer step. A ReduceLROnPlateau is
     stepped at each validation, on its `validation_loss`; return (scheduler, "validation_accuracy") for another metric."""

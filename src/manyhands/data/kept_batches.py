@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 from manyhands.data.sharding import slice_of
 from manyhands.data.slice_ledger import Place
-from manyhands.data.source import GlobalBatch, Reading, Slice, Unsized
+from manyhands.data.source import GlobalBatch, Reading, Slice, Unsized, check_goes_on
 from manyhands.errors import BadInput
 
 
@@ -52,6 +52,7 @@ class KeptBatches:
         """The rows of a place. digest: of the whole batch, too. None where the stream has ended before."""
         batch = self.at(reading, place.tick)
         if batch is None:
+            check_goes_on(reading.first_tick, self._next)
             return None
         start, stop = slice_of(batch.rows, place.part, place.parts)
         return Slice(

@@ -310,6 +310,15 @@ def check_digests(digests: Sequence[Any]) -> None:
             )
 
 
+def check_goes_on(first_tick: int, batches: int) -> None:
+    """Raise BadInput where an epoch is to go on behind the end of its stream."""
+    if batches < first_tick:
+        raise BadInput(
+            f"the run goes on after {first_tick} batches of this epoch, and the stream has {batches}: give the data that the run began with, or begin "
+            "in another run directory"
+        )
+
+
 def nonempty(rows: int, what: str) -> int:
     """`rows`, or BadInput where there are none."""
     if rows == 0:

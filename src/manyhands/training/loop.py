@@ -380,6 +380,21 @@ class Loop:
             self.validate(last=True)  # the newest metrics are those of the final parameters
         while not self.saver.settle():
             self.save()
+        self._check_reached()
+
+    def _check_reached(self) -> None:
+        """Raise BadInput where a stream had no rows for the steps that were asked for. Where rows are counted, all know
+        before the first step that the epochs end sooner."""
+        most, done, epochs = self.task.max_steps, self.position.tick, self.task.epochs
+        if self.ticks_per_epoch is not None or self.reason or most is None or done >= most:
+            return
+        steps, passes = units.count(done, "step"), units.count(epochs, "epoch")
+        kept = "The run directory's newest checkpoint holds them, and resume=True (--resume) goes on from there"
+        lost = "Nothing of them is kept: with a run directory (run_dir=, --run-dir) a run could go on from them"
+        raise BadInput(
+            f"max_steps={most} was asked for, and the stream has rows for {steps} in {passes}: give epochs={-(-most * epochs // max(1, done))} (--epochs), or "
+            f"max_steps={done}. {lost if self.plan.checkpoints is None else kept}"
+        )
 
     def finished(self) -> bool:
         """Whether no further tick is wanted."""

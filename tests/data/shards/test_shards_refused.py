@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from typer.testing import CliRunner
 from typing_extensions import override
 
@@ -91,9 +92,7 @@ def test_a_column_that_the_loss_asks_for(folder: Path) -> None:
     lacks = mh.shards(folder, columns=["a", "y"])
     refused(task(lacks), "'b'", "a, y", "test_shards_refused.py, line")
     refused(task(lacks, micro_batch_size=3), "'b'", "a, y")
-    batches = list(range(2))
-    generated = task(lambda: ({"a": COLUMNS[0, i], "y": COLUMNS[2, i]} for i in batches))
-    refused(generated, "'b'", "a, y")
+    refused(task(lambda: ({"a": COLUMNS[0, i], "y": COLUMNS[2, i]} for i in range(8))), "'b'", "a, y")
 
 
 class Net(nn.Module):
@@ -150,6 +149,68 @@ class Split:
 def test_a_library_that_shares_rows_out_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Split, "__module__", "webdataset.pipeline")
     refused(task(Split()), "split_by_node", "mh.shards()")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_more_steps_than_a_stream_has_rows_for(strategy: str, folder: Path, tmp_path: Path) -> None:
+    """Nobody can know before: the error comes once the rows are out, and the run directory has the steps."""
+    data, options = mh.shards(folder, counted=False), {"workers": 1, "strategy": strategy}
+    with pytest.raises(
+        BadInput, match=r"max_steps=25 .* 20 steps in 2 epochs: give epochs=3 .*, or max_steps=20\. Nothing"
+    ):
+        mh.train(task(data, max_steps=25, epochs=2), **options)
+    with pytest.raises(BadInput, match=r"10 steps in 1 epoch: .* newest checkpoint holds them"):
+        mh.train(task(data, max_steps=25), run_dir=tmp_path / "run", **options)
+    with pytest.raises(BadInput, match="20 steps in 2 epochs"):
+        mh.train(task(data, max_steps=25, epochs=2), run_dir=tmp_path / "run", resume=True, **options)
+    run = mh.train(task(data, max_steps=25, epochs=3), run_dir=tmp_path / "run", resume=True, **options)
+    assert (run.steps, run.rows["total"]) == (25, 100)
+    whole = mh.train(task(data, max_steps=25, epochs=3), **options)
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True))
+    assert mh.train(task(mh.shards(folder), max_steps=25), **options).steps == 10  # counted: the epochs end sooner
+
+
+def generated(rows: int) -> Any:
+    return lambda: ({"a": COLUMNS[0, i], "b": COLUMNS[1, i], "y": COLUMNS[2, i]} for i in range(rows))
+
+
+class Iterated(IterableDataset[Any]):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    @override
+    def __iter__(self) -> Any:
+        return generated(self.rows)()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("survive", [None, "max_losses=1"])
+def test_a_stream_that_ends_before_the_place_where_a_run_goes_on(
+    loads: bool, survive: str | None, tmp_path: Path
+) -> None:
+    def data(rows: int) -> Any:
+        return DataLoader(Iterated(rows), batch_size=4) if loads else generated(rows)
+
+    def until(steps: int, rows: int, **options: Any) -> mh.Run:
+        given = task(data(rows), max_steps=steps)
+        return mh.train(given, workers=1, run_dir=tmp_path / "run", engine="sim", survive=survive, **options)
+
+    until(3, 20)
+    with pytest.raises(BadInput, match="goes on after 3 batches of this epoch, and the stream has 2: give the data"):
+        until(4, 8, resume=True)
+    with pytest.raises(BadInput, match="max_steps=4 .* 3 steps in 1 epoch"):
+        until(4, 12, resume=True)
+
+
+def test_a_file_that_has_fewer_rows_than_were_trained(folder: Path, tmp_path: Path) -> None:
+    data, options = mh.shards(folder, counted=False, shuffle=False), {"workers": 1, "run_dir": tmp_path / "run"}
+    mh.train(task(data, max_steps=2), **options)
+    table = pq.read_table(folder / "0.parquet")
+    pq.write_table(table[:5], folder / "0.parquet")
+    with pytest.raises(
+        BadInput, match=r"after 8 rows of .*0\.parquet, which has 5: give the data that the run began with"
+    ):
+        mh.train(task(data, max_steps=4), resume=True, **options)
 
 
 def test_a_cache_that_is_too_small_or_a_disk_that_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

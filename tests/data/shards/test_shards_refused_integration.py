@@ -36,6 +36,10 @@ def empty():
 
 def lacks():
     return task(mh.shards("rows", columns=["a"]))
+
+
+def uncounted():
+    return task(mh.shards("rows", counted=False))
 """
 
 
@@ -59,3 +63,12 @@ def test_nothing_is_trained(name: str, said: str, tmp_path: Path) -> None:
         line for line in done.stderr.splitlines() if said in line
     ]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_that_has_too_few_rows_leaves_its_checkpoint(tmp_path: Path) -> None:
+    done = trained(tmp_path, "uncounted", max_steps=100)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "max_steps=100" in done.stderr
+    assert "10 steps" in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000010"]

@@ -16,7 +16,17 @@ from manyhands.data.batch import Collate, digest_of, digest_of_rows, rows_of, sl
 from manyhands.data.readers.datasets import end_processes, set_epoch
 from manyhands.data.sharding import slice_of
 from manyhands.data.shards.uncounted import DatasetReader, UncountedRows
-from manyhands.data.source import BY_OPTION, COMPARED, GlobalBatch, Loading, Reading, Slice, Slices, Unsized
+from manyhands.data.source import (
+    BY_OPTION,
+    COMPARED,
+    GlobalBatch,
+    Loading,
+    Reading,
+    Slice,
+    Slices,
+    Unsized,
+    check_goes_on,
+)
 from manyhands.errors import BadInput
 from manyhands.rng import RngScope
 
@@ -54,12 +64,13 @@ class Stream(Unsized):
         if begins or reading.shards is not None:
             yield from UncountedRows(DatasetReader(stream, self._collate)).slices(reading)
             return
-        own = RngScope((reading.seed, reading.epoch))
+        own, index = RngScope((reading.seed, reading.epoch)), -1
         for index, rows in enumerate(_chunks(stream, reading.batch_size, own)):
             if index >= reading.first_tick:
                 start, stop = slice_of(len(rows), reading.rank, reading.size)
                 batch, digest = self._batch(rows[start:stop], own), _digest(digest_of_rows, rows, reading, index)
                 yield Slice(batch, stop - start, len(rows), index, reading.rank, digest)
+        check_goes_on(reading.first_tick, index + 1)
 
     @override
     def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
@@ -108,6 +119,7 @@ class LoadedStream(Unsized):
 
     @override
     def slices(self, reading: Reading) -> Slices:
+        index = -1
         with closing(self._batches(reading)) as batches:
             for index, batch in enumerate(batches):
                 if index >= reading.first_tick:
@@ -117,6 +129,7 @@ class LoadedStream(Unsized):
                     yield Slice(
                         mine, stop - start, rows, index, reading.rank, _digest(digest_of, batch, reading, index)
                     )
+        check_goes_on(reading.first_tick, index + 1)
 
     @override
     def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:

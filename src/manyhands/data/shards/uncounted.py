@@ -27,6 +27,7 @@ from manyhands.data.shards.decode import RowDecoder, joined, stored_columns, tak
 from manyhands.data.shards.host_cache import HostCache
 from manyhands.data.shards.table import ShardTable
 from manyhands.data.source import COMPARED, GlobalBatch, Reading, ShardPositions, Slice, Slices, Unsized
+from manyhands.errors import BadInput
 from manyhands.rng import RngScope
 
 AHEAD_BYTES = 16 << 20
@@ -51,6 +52,10 @@ class ShardReader(ABC):
     shards: int
 
     @abstractmethod
+    def name(self, shard: int) -> str:
+        """How an error calls it."""
+
+    @abstractmethod
     def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
         """A shard's rows in pieces, the same each time for the same shuffle, seed and epoch of a reading."""
 
@@ -69,9 +74,11 @@ class _Open:
     _piece: Rows | None = None
     _at: int = 0  # of the piece's rows, those that are out
 
-    def skip(self, rows: int) -> None:
+    def skip(self, rows: int) -> bool:
+        """Whether there were so many."""
         while rows > 0 and (part := self.take(rows)) is not None:
             rows -= len(part)
+        return rows <= 0
 
     def take(self, most: int) -> Rows | None:
         """Some of the next rows; None at the end."""
@@ -172,7 +179,11 @@ class UncountedRows(Unsized):
                 while waiting and len(under_way) < lanes:
                     shard = waiting.popleft()
                     one = _Open(shard, iter(self.reader.open(shard, reading)))
-                    one.skip(dealt.now(shard))
+                    if not one.skip(dealt.now(shard)):
+                        raise BadInput(
+                            f"the run goes on after {dealt.now(shard)} rows of {self.reader.name(shard)}, which has {one.position}: give the data that "
+                            "the run began with, or begin in another run directory"
+                        )
                     under_way.append(one)
                 if not under_way:
                     break
@@ -236,6 +247,10 @@ class FileReader(ShardReader):
         table.types  # noqa: B018 - raises where there are no rows at all
 
     @override
+    def name(self, shard: int) -> str:
+        return self._table.files[shard].file.url
+
+    @override
     def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
         for number, piece in enumerate(self._table.read_whole(shard, self._cache)):
             order = None
@@ -277,6 +292,10 @@ class DatasetReader(ShardReader):
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.shards = int(dataset.num_shards)
         self._dataset, self._collate = dataset, collate
+
+    @override
+    def name(self, shard: int) -> str:
+        return f"shard {shard} of the dataset"
 
     @override
     def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
