@@ -247,6 +247,8 @@ def test_a_cache_that_cannot_be_written_to(
 def test_a_url_whose_package_is_missing_or_that_nobody_knows() -> None:
     refused(task(mh.shards("s3://bucket/*.parquet")), "s3://bucket/*.parquet", "pip install s3fs")
     refused(task(mh.shards("nosuch://bucket/*.parquet")), "nosuch", "s3://")
+    pytest.importorskip("huggingface_hub")
+    refused(task(mh.shards("hf://bucket/*.parquet")), "hf://bucket/*.parquet cannot be opened", "s3://")
 
 
 def test_no_blocks_at_all(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.data.shards.formats.by_suffix import FORMATS, KINDS, format_of
-from manyhands.data.shards.stored_file import filesystem
+from manyhands.data.shards.stored_file import filesystem, not_opened
 from manyhands.errors import BadInput
 
 _LOGS = {
@@ -51,7 +51,10 @@ def find(paths: Sequence[str | Path], suffixes: Sequence[str] = tuple(FORMATS), 
 def _found(path: str, suffixes: Sequence[str], kinds: str) -> list[str]:
     fs, place = filesystem(path)
     fs.invalidate_cache()  # else a listing of before, without the files that were written since
-    named = fs.exists(place)
+    try:
+        named = fs.exists(place)
+    except ValueError as error:  # Hugging Face's, of an address that is none
+        raise not_opened(path, error) from error
     places = [place] if named else sorted(fs.glob(place)) if glob.has_magic(place) else []
     if not places:
         raise BadInput(

@@ -192,10 +192,13 @@ def filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise missing_package(url, error) from error
     except (ValueError, OSError) as error:
-        raise BadInput(
-            f"{url} cannot be opened: {error}. Give a path, or a URL that fsspec knows (s3://, hdfs://, gs://)"
-        ) from error
+        raise not_opened(url, error) from error
     return fs, str(place)
+
+
+def not_opened(url: str, error: ValueError | OSError) -> BadInput:
+    """The error for what its file system does not take."""
+    return BadInput(f"{url} cannot be opened: {error}. Give a path, or a URL that fsspec knows (s3://, hdfs://, gs://)")
 
 
 def missing_package(url: str, error: ImportError) -> BadInput:
