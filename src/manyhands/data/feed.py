@@ -70,11 +70,13 @@ class Feed:
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         threads: bool = True,
         keeps: bool = False,
+        states: bool = False,
     ) -> None:
         """`batch_size` is global; default: the source's own, else 64. `order`: epoch -> row indices, the same on all
         ranks. partition: "fixed" where each rank's rows are one part of the data, the same in all epochs.
         threads: whether a thread may read ahead.
         keeps: a stream is read whole, shards too, and what `keep_from` names can be read again.
+        states: as in Reading.
 
         Raises BadInput for fewer than one row a worker, a rank not in range(size), and what the source cannot do.
         """
@@ -86,7 +88,7 @@ class Feed:
             assert source.rows is not None
             order = FixedPartition(rows=source.rows, batch_size=self.batch_size, parts=size, seed=seed, shuffle=shuffle)
         self._reading = Reading(
-            rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order
+            rank=rank, size=size, batch_size=self.batch_size, seed=seed, shuffle=shuffle, order=order, states=states
         )
         self.rows = source.epoch_rows(self._reading)
         """Handed out in an epoch by all workers together; None: unsized."""
@@ -94,7 +96,7 @@ class Feed:
         """Global batches an epoch, the same on all workers; None: unsized."""
         self.leasable = isinstance(source, Planned)
         """Whether any worker can read any slice; else each reads its own, whatever is leased."""
-        self._begun: tuple[int, ShardPositions] | None = None
+        self._begun: tuple[int, ShardPositions | None, str | None] | None = None
         self._kept = KeptBatches(source) if keeps and isinstance(source, Unsized) else None
         self.rereads = self.leasable or self._kept is not None
         """Whether `read` gives slices again that were another worker's."""
@@ -107,9 +109,9 @@ class Feed:
         check_shard(rank, size, self.batch_size)
         self._reading = replace(self._reading, rank=rank, size=size)
 
-    def go_on(self, epoch: int, shards: ShardPositions) -> None:
-        """This epoch was begun before: so much of its shards is out."""
-        self._begun = epoch, shards
+    def go_on(self, epoch: int, shards: ShardPositions | None = None, loader: str | None = None) -> None:
+        """This epoch was begun before: so much of its shards is out, and here its loader stood."""
+        self._begun = epoch, shards, loader
 
     def epoch(self, epoch: int, first_tick: int = 0) -> Slices:
         """This worker's slices of an epoch from `first_tick` on.
@@ -213,7 +215,7 @@ class Feed:
     def _of_epoch(self, epoch: int, first_tick: int) -> Reading:
         reading = replace(self._reading, epoch=epoch, first_tick=first_tick)
         if self._begun is not None and self._begun[0] == epoch:
-            reading = replace(reading, shards=self._begun[1])
+            reading = replace(reading, shards=self._begun[1], loader=self._begun[2])
         if reading.order is not None and self.source.epoch_rows(reading) != self.rows:
             raise BadInput(
                 f"order({epoch}) has length {self.source.epoch_rows(reading)}, and order(0) had length {self.rows}: "

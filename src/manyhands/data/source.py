@@ -62,6 +62,8 @@ class Slice:
     """How the shards of this epoch were dealt, where nobody has counted their rows."""
     read: Mapping[str, int] = field(default_factory=dict)
     """By shard, how many rows are out once this slice is trained on."""
+    loader: str | None = None
+    """Where the loader that gave it stands, once this slice is trained on; see `Reading.states`."""
 
 
 EMPTY = Slice(batch=None, rows=0, global_rows=None, index=-1)
@@ -86,6 +88,10 @@ class Reading:
     """Ticks before it are not read (a stream reads and drops them)."""
     shards: ShardPositions | None = None
     """Of an epoch that goes on: what of its shards is out."""
+    loader: str | None = None
+    """Of an epoch that goes on: where its loader stood."""
+    states: bool = False
+    """Whether slices say where a loader stands that can go on from there by itself, and it does."""
 
 
 @dataclass(frozen=True, slots=True)

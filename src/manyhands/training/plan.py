@@ -109,6 +109,7 @@ class TrainingPosition:
     unused: int = 0
     rounds: int = 0
     shards: dict[str, Any] | None = None  # of an epoch of shards that nobody has counted: ShardPositions
+    loader: str | None = None  # of an epoch that a loader reads which can go on by itself: LoaderPosition
 
 
 def cut_keys(plan: WorkerPlan, worker: Worker) -> KeyBlocks | None:
@@ -143,6 +144,7 @@ def make_feed(
     (rank, size), task = shard, plan.task
     source = open_source(data, collate=task.collate, loader_processes=task.loader_processes)
     own = source.batch_size if not train else None  # a validation loader's batches have nothing to do with a step's
+    in_step = train and plan.strategy.leasing() is None
     if blocks is not None:
         assert task.kernel is not None
         source = Strata(source, blocks, partial(task.kernel.prepare, random=0), rank, size)
@@ -158,7 +160,9 @@ def make_feed(
         partition=plan.partition if train else "none",
         device=worker.device,
         threads=not worker.shares_process,
-        keeps=train and worker.elastic and plan.strategy.leasing() is None,
+        keeps=in_step and worker.elastic,
+        # else each is at a batch of its own, somebody reads what others read, or all have the same loader
+        states=in_step and not (worker.elastic or worker.shares_process) and plan.checkpoints is not None,
     )
 
 

@@ -57,6 +57,8 @@ class Saver:
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
         where = {**vars(position), **facts, "shards": self._shards(position)}
+        if self.worker.rank:
+            where["loader"] = None  # each reads all of it, and the first one's is everybody's
         if self.worker.elastic and self.worker.rank:
             where |= {"rows": 0, "unused": 0}  # each has counted everybody's, and a checkpoint's ranks are summed up
         equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
@@ -190,9 +192,10 @@ class Saver:
             )
         facts = ("total", "threads", "fingerprint", "options")
         position = TrainingPosition(**{name: value for name, value in values.items() if name not in facts})
+        position.loader = saved.values(0)["position"].get("loader")
         if position.shards is not None:
             self._resumed = ShardPositions(**position.shards)
-            self.feed.go_on(position.epoch, self._resumed)
+        self.feed.go_on(position.epoch, self._resumed, position.loader)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append

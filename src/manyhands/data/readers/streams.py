@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from manyhands.data.batch import Collate, digest_of, digest_of_rows, rows_of, slice_rows
 from manyhands.data.readers.datasets import end_processes, set_epoch
+from manyhands.data.readers.loader_position import LoaderPosition, can_go_on
 from manyhands.data.sharding import slice_of
 from manyhands.data.shards.uncounted import DatasetReader, UncountedRows
 from manyhands.data.source import (
@@ -101,7 +102,9 @@ class LoadedStream(Unsized):
     """A DataLoader whose batches come as they come: over an IterableDataset, without automatic batches, or from an
     `__iter__` of its own.
 
-    Every worker iterates the whole loader (its processes included) and keeps its slice of each batch.
+    Every worker iterates the whole loader (its processes included) and keeps its slice of each batch. One with
+    `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) goes on by itself: where it stands is the same on
+    all workers, whatever their number.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -119,39 +122,51 @@ class LoadedStream(Unsized):
 
     @override
     def slices(self, reading: Reading) -> Slices:
-        index = -1
         with closing(self._batches(reading)) as batches:
-            for index, batch in enumerate(batches):
+            for index, batch, position in batches:
                 if index >= reading.first_tick:
                     rows = rows_of(batch)
                     start, stop = slice_of(rows, reading.rank, reading.size)
                     mine = batch if stop - start == rows else slice_rows(batch, start, stop) if stop > start else None
-                    yield Slice(
-                        mine, stop - start, rows, index, reading.rank, _digest(digest_of, batch, reading, index)
-                    )
-        check_goes_on(reading.first_tick, index + 1)
+                    digest = _digest(digest_of, batch, reading, index)
+                    yield Slice(mine, stop - start, rows, index, reading.rank, digest, loader=position)
 
     @override
     def global_batches(self, reading: Reading) -> Generator[GlobalBatch, None, None]:
         with closing(self._batches(reading)) as batches:
-            for batch in batches:
+            for _, batch, _ in batches:
                 yield GlobalBatch(rows_of(batch), partial(slice_rows, batch), partial(digest_of, batch))
 
-    def _batches(self, reading: Reading) -> Generator[Any, None, None]:
-        set_epoch(self._loader.dataset, reading.epoch)
-        own = RngScope((reading.seed, reading.epoch))
+    def _batches(self, reading: Reading) -> Generator[tuple[int, Any, str | None], None, None]:
+        """(its number, a batch, where the loader stands after it). That is noted here: who reads ahead does not change it."""
+        loader, own, first = self._loader, RngScope((reading.seed, reading.epoch)), 0
+        set_epoch(loader.dataset, reading.epoch)
         with own:
-            batches = iter(self._loader)
+            position = LoaderPosition.read(reading.loader) if reading.loader is not None and reading.states else None
+            if position is not None and position.fits(loader, reading):
+                first, batches = reading.first_tick, position.restored(loader)
+            else:
+                batches = iter(loader)
         try:
-            for index in count():
+            for index in count(first):
                 with own:
                     batch = next(batches, None)
                 if batch is None:
                     _refuse_empty(index)
+                    check_goes_on(reading.first_tick, index)
                     return
-                yield batch
+                yield index, batch, self._position(reading, index + 1, own)
         finally:
             end_processes(batches)
+
+    def _position(self, reading: Reading, batches: int, own: RngScope) -> str | None:
+        if not (reading.states and can_go_on(self._loader)):
+            return None
+        with own:
+            text = LoaderPosition.of(self._loader, reading.epoch, batches).text()
+        if batches == 1:
+            LoaderPosition.read(text)  # before a step is made: raises where no checkpoint could be read again
+        return text
 
 
 def _digest(of: Callable[[Any], str], batch: Any, reading: Reading, index: int) -> str:

@@ -1,0 +1,138 @@
+"""A loader that can go on by itself: its state is in checkpoints, and what was read is not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+import manyhands as mh
+from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
+from manyhands.data.readers.loader_position import LoaderPosition
+from manyhands.data.source import Reading, Slice
+from manyhands.errors import BadInput
+
+ROWS, BATCH = 40, 4
+
+
+class Rows(IterableDataset[Any]):
+    """Numbers from `start` on; tells which were read."""
+
+    def __init__(self) -> None:
+        self.start, self.read = 0, list[int]()
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        for i in range(start, ROWS):
+            self.read.append(i)
+            yield torch.tensor([float(i)]), torch.rand(1)
+
+
+class Remembering(DataLoader[Any]):
+    """Has the two methods of torchdata's StatefulDataLoader. Like it, it gives a state that changes as it goes on."""
+
+    def __init__(self, rows: Rows, extra: Any = None) -> None:
+        super().__init__(rows, batch_size=BATCH)
+        self.rows, self.asked = rows, 0
+        self.state = {"batches": 0, "extra": extra}
+
+    @override
+    def __iter__(self) -> Any:
+        self.state["batches"] = self.rows.start // BATCH
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.state["batches"] += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.start = BATCH * state["batches"]
+
+
+def slices(rank: int, size: int, rows: Rows, *, begun: Slice | None = None, loader: Any = None) -> list[Slice]:
+    feed = Feed(open_source(Remembering(rows) if loader is None else loader), rank=rank, size=size, states=True)
+    if begun is None:
+        return list(feed.epoch(0))
+    feed.go_on(0, loader=begun.loader)
+    return list(feed.epoch(0, begun.index + 1))
+
+
+def values(parts: list[Slice]) -> list[list[float]]:
+    """What was trained on, with the random numbers."""
+    return [torch.cat(part.batch, 1).flatten().tolist() for part in parts if part.batch is not None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_workers_goes_on_where_others_stopped_and_reads_nothing_twice(size: int) -> None:
+    whole = [slices(rank, size, Rows()) for rank in range(size)]
+    stopped = slices(1, 2, Rows())[3]  # the loader has given all of its batches by then
+    for rank in range(size):
+        rows = Rows()
+        rest = slices(rank, size, rows, begun=stopped)
+        assert rows.read == list(range(16, ROWS))
+        assert [part.index for part in rest] == list(range(4, 10))
+        assert values(rest) == values(whole[rank][4:])
+
+
+def test_at_the_end_of_an_epoch_nothing_is_read() -> None:
+    rows = Rows()
+    assert slices(0, 1, rows, begun=slices(0, 1, Rows())[-1]) == []
+    assert rows.read == []
+
+
+def test_what_cannot_go_on_by_itself_reads_and_drops() -> None:
+    stopped = slices(0, 1, Rows())[3]
+    rows = Rows()
+    plain: Any = DataLoader(rows, batch_size=BATCH)
+    assert values(slices(0, 1, rows, begun=stopped, loader=plain)) == values(slices(0, 1, Rows())[4:])
+    assert rows.read == list(range(ROWS))
+    assert stopped.loader is not None
+    position = LoaderPosition.read(stopped.loader)
+    more = Remembering(Rows())
+    assert position.fits(more, Reading(first_tick=4))
+    assert not position.fits(more, Reading(first_tick=5))
+    assert not position.fits(more, Reading(first_tick=4, epoch=1))
+    more.num_workers = 2  # a state is of as many processes as there were
+    assert not position.fits(more, Reading(first_tick=4))
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0] / ROWS) - batch[1]).square().mean()
+
+
+def train(loader: Remembering, **options: Any) -> mh.Run:
+    fields = {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 2} | options
+    return mh.train(model=lambda: nn.Linear(1, 1), loss=loss, train_data=loader, workers=1, **fields)
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    loader = Remembering(Rows())
+    whole = train(loader)
+    assert loader.asked == 0  # without a run directory nobody needs it
+    train(Remembering(Rows()), max_steps=13, run_dir=tmp_path / "run")
+    loader = Remembering(Rows())
+    run = train(loader, run_dir=tmp_path / "run", resume=True)
+    assert loader.rows.read == list(range(12, ROWS))
+    assert run.rows["total"] == 2 * ROWS
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("extra", [Path("a"), lambda: None])
+def test_a_state_that_no_checkpoint_keeps_is_refused_before_a_step(extra: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"state_dict\(\) of the DataLoader holds .* numbers, texts and tensors"):
+        train(Remembering(Rows(), extra), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert train(Remembering(Rows(), {"a": [1, torch.ones(2)], 3: None}), run_dir=tmp_path / "run").steps == 20
