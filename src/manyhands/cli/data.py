@@ -15,7 +15,7 @@ from manyhands.cli import options, tables
 from manyhands.errors import BadInput
 
 if TYPE_CHECKING:
-    from manyhands.data.shards.survey import Dealt, Spread, Survey
+    from manyhands.data.shards.survey import Sharing, Spread, Survey
 
 WIDTH, NARROWEST = 100, 60
 _CELL = 24  # characters of a value among the first rows
@@ -170,7 +170,7 @@ def _columns(found: Survey, width: int) -> str:
     )
 
 
-def _dealing(dealt: Dealt, width: int) -> str:
+def _dealing(dealt: Sharing, width: int) -> str:
     from manyhands.evidence.text_table import text_table
 
     size = units.size
@@ -198,7 +198,7 @@ def _dealing(dealt: Dealt, width: int) -> str:
     return "\n".join(line if "\n" in line else _filled(line, width, " " * 4) for line in lines)
 
 
-def _fits(dealt: Dealt) -> str:
+def _fits(dealt: Sharing) -> str:
     if dealt.fits is None or dealt.available is None:
         return ""
     together = units.size(dealt.workers * dealt.memory)

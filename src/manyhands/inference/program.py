@@ -59,7 +59,7 @@ class Program:
         if worker.rank == 0 and source.rows is not None:
             worker.emit(TOTAL, rows=source.rows)
         measured = [make() for make in self.measurements]
-        done = Done()
+        done = Counts()
         with evaluating(model):
             steps = self._steps(worker, model, source, measured, done)
             if self.spmd:
@@ -73,7 +73,7 @@ class Program:
         return {"rows": done.rows, "metrics": metrics}
 
     def _steps(
-        self, worker: Worker, model: nn.Module, source: Source, measured: Sequence[Measurement], done: Done
+        self, worker: Worker, model: nn.Module, source: Source, measured: Sequence[Measurement], done: Counts
     ) -> Iterator[None]:
         """A batch a step; the last one says that nothing follows."""
         sender = Sender(worker)
@@ -113,7 +113,7 @@ class Program:
 
 
 @dataclass
-class Done:
+class Counts:
     """What a worker has done so far."""
 
     batches: int = 0

@@ -20,7 +20,7 @@ from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop import prepared_loader
 from manyhands.own_loop.launch import launched_strategy
-from manyhands.own_loop.observed.loops import Deal
+from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
 from manyhands.own_loop.prepared_loader import check_loader, part_of, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
@@ -181,7 +181,7 @@ def share(rows: B) -> B:
     whole = everybodys(rows, here.worker.group)
     if here.observed is not None:
         return cast(B, here.observed.share(whole))
-    own = part_of(whole, Deal.SLICE, here.worker.rank, here.worker.size)
+    own = part_of(whole, PassDeal.SLICE, here.worker.rank, here.worker.size)
     here.state_weight(float(own.rows or 0))
     return cast(B, own.batch)
 

@@ -34,7 +34,7 @@ from manyhands.data.sharding import slice_of
 from manyhands.data.source import COMPARED, Pick, Picks, Reading, check_digests
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.observed.loops import Deal
+from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import PassProgress
 from manyhands.own_loop.session import Iteration, Pair, Session, in_order
 from manyhands.task import named
@@ -66,9 +66,9 @@ class Dealer:
     trains: bool = True
     """Whether the pass is known to train, or may; else all of it is read as the script would."""
 
-    def next_deal(self) -> Deal:
+    def next_deal(self) -> PassDeal:
         """The loop asks for its next batch."""
-        return Deal.SLICE
+        return PassDeal.SLICE
 
     def dealt(self, share: Share) -> None:
         """It gets this."""
@@ -258,7 +258,7 @@ class PreparedLoader(Iterable[Any]):
         self, reader: RowLoader, plan: list[list[Any]], reading: Reading, own_pace: Pair, progress: PassProgress
     ) -> Iterator[Share]:
         first = 0
-        while first < len(plan) and (deal := self.dealer.next_deal()) is not Deal.SLICE:
+        while first < len(plan) and (deal := self.dealer.next_deal()) is not PassDeal.SLICE:
             yield _load_whole(reader, plan[first], first, reading, deal)
             first += 1
         segment = Segment(
@@ -483,7 +483,7 @@ def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading, dealer: De
             if deal is not now and coming is not None:
                 coming.close()
                 coming = None
-            if coming is None and (deal is Deal.SLICE or deal is now):
+            if coming is None and (deal is PassDeal.SLICE or deal is now):
                 picks = [_pick(deal, i, plan[i], reading) for i in range(index, len(plan))]
                 coming = reader.slices(iter(picks), reading)
             now = deal
@@ -500,14 +500,14 @@ def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading, dealer: De
             coming.close()
 
 
-def _pick(deal: Deal, index: int, batch: list[Any], reading: Reading) -> Pick:
+def _pick(deal: PassDeal, index: int, batch: list[Any], reading: Reading) -> Pick:
     """The rows of a batch that this worker loads. Of a probe and of a whole batch they count as one part."""
     rows = _rows_of(deal, len(batch), reading.rank, reading.size)
-    part = reading.rank if deal is Deal.SLICE else 0
+    part = reading.rank if deal is PassDeal.SLICE else 0
     return Pick(index, [batch[i] for i in rows], len(batch), part)
 
 
-def _load_whole(reader: RowLoader, batch: list[Any], index: int, reading: Reading, deal: Deal) -> Share:
+def _load_whole(reader: RowLoader, batch: list[Any], index: int, reading: Reading, deal: PassDeal) -> Share:
     """A whole batch or a probe's part, loaded here and now."""
     part = reader.load_here(_pick(deal, index, batch, reading), reading)
     if part.rows:
@@ -515,12 +515,12 @@ def _load_whole(reader: RowLoader, batch: list[Any], index: int, reading: Readin
     return Share(reader.take([batch[0], batch[-1]]), 0, total=len(batch))
 
 
-def _rows_of(deal: Deal, rows: int, rank: int, size: int) -> list[int]:
+def _rows_of(deal: PassDeal, rows: int, rank: int, size: int) -> list[int]:
     """Those of a batch that a worker gets. Of a probe the first worker gets all, and the others get slices, or, where there
     is one other, all of them twice."""
-    if deal is Deal.SLICE:
+    if deal is PassDeal.SLICE:
         return list(range(*slice_of(rows, rank, size)))
-    if deal is Deal.WHOLE or rank == 0:
+    if deal is PassDeal.WHOLE or rank == 0:
         return list(range(rows))
     return [*range(rows), *range(rows)] if size == 2 else list(range(*slice_of(rows, rank - 1, size - 1)))
 
@@ -556,11 +556,11 @@ def _counted(shares: Iterator[Share], progress: PassProgress) -> Iterator[Share]
             yield share
 
 
-def part_of(batch: Any, deal: Deal, rank: int, size: int) -> Share:
+def part_of(batch: Any, deal: PassDeal, rank: int, size: int) -> Share:
     """What a worker gets of a batch that was read whole."""
-    if deal is Deal.SLICE:
+    if deal is PassDeal.SLICE:
         return _cut(batch, rank, size)
-    if deal is Deal.WHOLE:
+    if deal is PassDeal.WHOLE:
         counted = _rows_if_any(batch)
         return Share(batch, counted, total=counted)
     rows = rows_of(batch)

@@ -58,7 +58,7 @@ class CharsNet(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(ALPHABET, width)
         self.positions = nn.Parameter(torch.randn(context, width) * 0.02)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, ALPHABET)
 
@@ -68,7 +68,7 @@ class CharsNet(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention of each position to itself and those before it, then a two-layer perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:

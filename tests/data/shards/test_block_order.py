@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.sharding import slice_of, ticks
-from manyhands.data.shards.block_order import BlockOrder, Run
+from manyhands.data.shards.block_order import BlockOrder, PieceSpan
 
 BLOCKS = st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9)), min_size=1, max_size=12)
 
@@ -71,11 +71,11 @@ def test_runs_cover_their_positions_and_row_numbers_name_their_rows(blocks, lane
     order = order_of(blocks, lanes=lanes, seed=1)
     picked = np.array(data.draw(st.lists(st.integers(0, max(0, order.total - 1)), max_size=9)), np.int64)
     positions = picked[: len(picked) * (order.total > 0)]
-    runs = list(order.runs(positions)) if len(positions) else []
-    assert sum(run.stop - run.start for run in runs) == len(positions)
+    spans = list(order.spans(positions)) if len(positions) else []
+    assert sum(span.stop - span.start for span in spans) == len(positions)
     firsts = np.cumsum([0, *(rows for rows, _ in blocks)])
     named = []
-    for block, piece, start, stop in runs:
+    for block, piece, start, stop in spans:
         rows, of_piece = blocks[block]
         assert 0 <= start < stop <= min(of_piece, rows - piece * of_piece)
         within = order.within(block, piece)
@@ -91,16 +91,16 @@ def test_after_walks_through_all_pieces(blocks, lanes):
     order = order_of(blocks, lanes=lanes, seed=5)
     held = sum(rows > 0 for rows, _ in blocks)
     walked: list[list[tuple[int, int]]] = []
-    for run in order.runs(order.batch(0, min(lanes, held))):
-        at: tuple[int, int] | None = (run.block, run.piece)
+    for span in order.spans(order.batch(0, min(lanes, held))):
+        at: tuple[int, int] | None = (span.block, span.piece)
         walked.append([])
         while at is not None:
             walked[-1].append(at)
-            at = order.after(Run(*at, 0, 1))
+            at = order.after(PieceSpan(*at, 0, 1))
     pieces = {(block, piece) for block, (rows, of_piece) in enumerate(blocks) for piece in range(-(-rows // of_piece))}
     assert sorted(one for slot in walked for one in slot) == sorted(pieces)
-    runs = [run for i in range(order.total) for run in order.runs(order.batch(i, i + 1))]
-    in_turn = list(dict.fromkeys((run.block, run.piece) for run in runs))
+    spans = [span for i in range(order.total) for span in order.spans(order.batch(i, i + 1))]
+    in_turn = list(dict.fromkeys((span.block, span.piece) for span in spans))
     assert all([one for one in in_turn if one in slot] == slot for slot in walked)
 
 
@@ -110,10 +110,17 @@ def test_a_small_case_by_hand():
     assert order.batch(0, 6).tolist() == [0, 1, 2, 4, 5, 6]
     assert order.batch(4, 8).tolist() == [2, 3, 6, 7]
     assert order.batch(6, 12).tolist() == [3, 7, 8, 9]
-    assert list(order.runs(order.batch(0, 6))) == [Run(0, 0, 0, 2), Run(0, 1, 0, 1), Run(2, 0, 0, 3)]
-    assert list(order.runs(order.batch(4, 8))) == [Run(0, 1, 0, 2), Run(2, 0, 2, 3), Run(3, 0, 0, 1)]
-    assert list(order.runs(np.arange(1, 8))) == [Run(0, 0, 1, 2), Run(0, 1, 0, 2), Run(2, 0, 0, 3), Run(3, 0, 0, 1)]
-    assert [order.after(Run(block, piece, 0, 1)) for block, piece in [(0, 0), (0, 1), (2, 0), (3, 0), (3, 1)]] == [
+    assert list(order.spans(order.batch(0, 6))) == [PieceSpan(0, 0, 0, 2), PieceSpan(0, 1, 0, 1), PieceSpan(2, 0, 0, 3)]
+    assert list(order.spans(order.batch(4, 8))) == [PieceSpan(0, 1, 0, 2), PieceSpan(2, 0, 2, 3), PieceSpan(3, 0, 0, 1)]
+    assert list(order.spans(np.arange(1, 8))) == [
+        PieceSpan(0, 0, 1, 2),
+        PieceSpan(0, 1, 0, 2),
+        PieceSpan(2, 0, 0, 3),
+        PieceSpan(3, 0, 0, 1),
+    ]
+    assert [
+        order.after(PieceSpan(block, piece, 0, 1)) for block, piece in [(0, 0), (0, 1), (2, 0), (3, 0), (3, 1)]
+    ] == [
         (0, 1),
         None,
         (3, 0),
@@ -138,7 +145,7 @@ def test_unshuffled_it_is_the_identity():
 
 def test_each_batch_mixes_as_many_blocks_as_are_open():
     order = order_of([(100, 25)] * 12, lanes=4, seed=2)
-    blocks = [{run.block for run in order.runs(order.batch(i * 20, (i + 1) * 20))} for i in range(60)]
+    blocks = [{span.block for span in order.spans(order.batch(i * 20, (i + 1) * 20))} for i in range(60)]
     assert all(4 <= len(one) <= 8 for one in blocks)  # a slot may pass from one block to the next
     assert sum(len(one) for one in blocks) / 60 < 4.8
 
@@ -150,8 +157,8 @@ def test_a_worker_reads_the_blocks_of_its_slots_and_no_others():
     for i in range(ticks(order.total, 32)):
         positions = order.batch(i * 32, (i + 1) * 32)
         for rank in range(4):
-            for run in order.runs(positions[slice(*slice_of(len(positions), rank, 4))]):
-                readers[run.block].add(rank)
+            for span in order.spans(positions[slice(*slice_of(len(positions), rank, 4))]):
+                readers[span.block].add(rank)
     assert {len(one) for one in readers.values()} == {1}
     assert sorted(rank for one in readers.values() for rank in one) == sorted([*range(4)] * 6)
 
@@ -165,8 +172,8 @@ def test_few_blocks_are_read_by_two_workers(workers, size):
     for i in range(ticks(order.total, size)):
         positions = order.batch(i * size, (i + 1) * size)
         for rank in range(workers):
-            for run in order.runs(positions[slice(*slice_of(len(positions), rank, workers))]):
-                readers[run.block].add(rank)
+            for span in order.spans(positions[slice(*slice_of(len(positions), rank, workers))]):
+                readers[span.block].add(rank)
     assert max(len(one) for one in readers.values()) <= 2
     shared = sum(len(one) > 1 for one in readers.values())
     assert shared <= (workers - 1) * 3 * (64 // 16 + 1)  # up to three slots at each boundary, of 4 or 5 blocks each

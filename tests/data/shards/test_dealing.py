@@ -19,7 +19,7 @@ def dealt(order: BlockOrder, batch_size: int, workers: int) -> tuple[list[int], 
             first, end = slice_of(len(positions), worker, workers)
             rows[worker] += end - first
             if end > first:
-                blocks[worker] |= {run.block for run in order.runs(positions[first:end])}
+                blocks[worker] |= {run.block for run in order.spans(positions[first:end])}
     return rows, blocks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.evidence.compare.comparison import Point, Trial
-from manyhands.evidence.compare.final_evaluation import CLASSES, Predictions
+from manyhands.evidence.compare.final_evaluation import CLASSES, FinalPredictions
 from manyhands.evidence.compare.probe import sketch
 from manyhands.evidence.compare.repeats import compared_with_solo, cosine, distance
 from manyhands.evidence.compare.trial import FinishedTrial
@@ -27,7 +27,7 @@ def finished(
             curve=tuple(Point(rows=n, seconds=1.0, metrics={}) for n in rows),
         ),
         parameters=None if parameters is None else weights,
-        predictions=Predictions(CLASSES, torch.tensor(output)),
+        predictions=FinalPredictions(CLASSES, torch.tensor(output)),
         sketches={n: sketch([weights]) for n in rows},
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, Predictions, evaluate_final
+from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, FinalPredictions, evaluate_final
 
 CPU = torch.device("cpu")
 
@@ -149,9 +149,9 @@ def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_agreement(of: str, own: list[float], other: list[float], expected: float | None) -> None:
-    found = Predictions(of, torch.tensor(own)).agreement(Predictions(of, torch.tensor(other)))
+    found = FinalPredictions(of, torch.tensor(own)).agreement(FinalPredictions(of, torch.tensor(other)))
     assert found == (None if expected is None else pytest.approx(expected))
 
 
 def test_classes_and_outputs_do_not_agree_on_anything() -> None:
-    assert Predictions(CLASSES, torch.ones(2)).agreement(Predictions(OUTPUTS, torch.ones(2))) is None
+    assert FinalPredictions(CLASSES, torch.ones(2)).agreement(FinalPredictions(OUTPUTS, torch.ones(2))) is None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.own_loop.observed.loops import PROBES, UNSEEN, Deal, Loops, Pass, Scale, Site
+from manyhands.own_loop.observed.loops import PROBES, UNSEEN, Loops, Pass, PassDeal, Scale, Site
 
 TRAIN, TEST, OTHER = Site("train.py", 10, 1), Site("train.py", 20, 2), Site("train.py", 10, 3)
 LINE = ("train.py", 12)
@@ -19,7 +19,7 @@ def decided(loops: Loops, scale: Scale = Scale.MEAN, line: tuple[str, int] = LIN
     """A backward, and what a probe says of it."""
     fed = loops.backward(line)
     assert fed is not None
-    if fed.deal is Deal.PROBE:
+    if fed.deal is PassDeal.PROBE:
         loops.decided(fed, line, scale)
 
 
@@ -32,7 +32,9 @@ def test_whole_then_a_probe_then_slices() -> None:
             deals.append(loops.fetched(one))
             decided(loops)
         loops.ended(one)
-        assert deals == ([Deal.WHOLE, Deal.PROBE] if epoch == 0 else [Deal.SLICE] * 2) + [Deal.SLICE] * 2
+        assert (
+            deals == ([PassDeal.WHOLE, PassDeal.PROBE] if epoch == 0 else [PassDeal.SLICE] * 2) + [PassDeal.SLICE] * 2
+        )
 
 
 def test_evaluation_stays_whole_before_inside_and_after_training() -> None:
@@ -40,7 +42,7 @@ def test_evaluation_stays_whole_before_inside_and_after_training() -> None:
 
     def evaluate() -> None:
         one = loops.iterated(TEST)
-        assert [loops.fetched(one) for _ in range(3)] == [Deal.WHOLE] * 3
+        assert [loops.fetched(one) for _ in range(3)] == [PassDeal.WHOLE] * 3
         loops.ended(one)
 
     evaluate()
@@ -61,22 +63,22 @@ def test_a_batch_that_is_fetched_without_autograd_is_whole() -> None:
     for _ in range(3):
         loops.fetched(one)
         decided(loops)
-    assert loops.fetched(one, autograd=False) is Deal.WHOLE
-    assert loops.fetched(one) is Deal.SLICE
+    assert loops.fetched(one, autograd=False) is PassDeal.WHOLE
+    assert loops.fetched(one) is PassDeal.SLICE
 
 
 def test_a_backward_at_an_evaluation_site_makes_it_a_training_site_from_its_next_batch_on() -> None:
     loops = Loops()
     one = loops.iterated(TEST)
-    assert [loops.fetched(one) for _ in range(3)] == [Deal.WHOLE] * 3
+    assert [loops.fetched(one) for _ in range(3)] == [PassDeal.WHOLE] * 3
     decided(loops)
-    assert loops.fetched(one) is Deal.PROBE
+    assert loops.fetched(one) is PassDeal.PROBE
 
 
 def test_two_loaders_zipped_are_shared_together() -> None:
     loops = Loops()
     one, other = loops.iterated(TRAIN), loops.iterated(OTHER)
-    for expected in (Deal.WHOLE, Deal.PROBE, Deal.SLICE):
+    for expected in (PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE):
         assert [loops.fetched(one), loops.fetched(other)] == [expected] * 2
         decided(loops)
 
@@ -84,7 +86,7 @@ def test_two_loaders_zipped_are_shared_together() -> None:
 def test_an_iterator_made_before_the_loop_goes_along_with_it() -> None:
     loops = Loops()
     other, one = loops.iterated(TEST), loops.iterated(TRAIN)
-    for expected in (Deal.WHOLE, Deal.PROBE, Deal.SLICE):
+    for expected in (PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE):
         assert [loops.fetched(one), loops.fetched(other)] == [expected] * 2
         decided(loops)
 
@@ -94,7 +96,7 @@ def test_an_outer_loader_whose_batch_makes_the_inner_one_is_not_shared() -> None
     loops = Loops()
     outer = loops.iterated(TEST)
     for _ in range(4):
-        assert loops.fetched(outer) is Deal.WHOLE
+        assert loops.fetched(outer) is PassDeal.WHOLE
         inner = loops.iterated(TRAIN)
         loops.fetched(inner)
         decided(loops)
@@ -112,7 +114,7 @@ def test_one_batch_of_a_fresh_iterator_at_each_step() -> None:
         deals.append(loops.fetched(one))
         loops.ended(one)
         decided(loops)
-    assert deals == [Deal.WHOLE, Deal.PROBE, Deal.SLICE, Deal.SLICE]
+    assert deals == [PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE, PassDeal.SLICE]
 
 
 def test_a_look_at_one_batch_of_another_loader_does_not_share_it() -> None:
@@ -121,7 +123,7 @@ def test_a_look_at_one_batch_of_another_loader_does_not_share_it() -> None:
     for _ in range(4):
         loops.fetched(training)
         look = loops.iterated(TEST)
-        assert loops.fetched(look) is Deal.WHOLE
+        assert loops.fetched(look) is PassDeal.WHOLE
         loops.ended(look)
         decided(loops)
     assert not loops.sites[TEST].training
@@ -137,9 +139,9 @@ def test_a_loop_that_fetches_one_batch_ahead() -> None:
         fed = loops.backward(LINE, lambda one: 1)
         assert fed is not None
         seen.append(fed.deal)
-        if fed.deal is Deal.PROBE:
+        if fed.deal is PassDeal.PROBE:
             loops.decided(fed, LINE, Scale.SUM)
-    assert seen == [Deal.WHOLE, Deal.WHOLE, Deal.PROBE, Deal.PROBE]
+    assert seen == [PassDeal.WHOLE, PassDeal.WHOLE, PassDeal.PROBE, PassDeal.PROBE]
 
 
 def test_every_backward_has_a_scale_of_its_own() -> None:
@@ -149,7 +151,7 @@ def test_every_backward_has_a_scale_of_its_own() -> None:
         loops.fetched(one)
         decided(loops, Scale.MEAN)
         decided(loops, Scale.SUM, second)
-    assert loops.fetched(one) is Deal.SLICE
+    assert loops.fetched(one) is PassDeal.SLICE
     first, other = loops.backward(LINE), loops.backward(second)
     assert first is not None
     assert other is not None
@@ -162,7 +164,7 @@ def test_a_backward_that_is_unclear_is_tried_again_four_times_at_most() -> None:
     loops.fetched(one)
     loops.backward(LINE)
     for tried in range(1, PROBES + 1):
-        assert loops.fetched(one) is Deal.PROBE
+        assert loops.fetched(one) is PassDeal.PROBE
         fed = loops.backward(LINE)
         assert fed is not None
         assert loops.decided(fed, LINE, None) is (tried < PROBES)
@@ -177,7 +179,7 @@ def test_a_backward_that_does_not_come_again_is_not_waited_for_without_end() -> 
     for _ in range(UNSEEN + 3):
         deals.append(loops.fetched(one))
         decided(loops)
-    assert deals == [Deal.PROBE] * (UNSEEN + 1) + [Deal.SLICE] * 2  # the other backward began anew
+    assert deals == [PassDeal.PROBE] * (UNSEEN + 1) + [PassDeal.SLICE] * 2  # the other backward began anew
 
 
 def test_a_backward_without_a_batch_is_of_none() -> None:
@@ -213,10 +215,10 @@ def played(events: list[tuple[str, int]]) -> list[Any]:
             deal = loops.fetched(one, autograd=event == "fetch")
             answers.append(deal)
             if one.site not in fed_sites or event != "fetch":
-                assert deal is Deal.WHOLE
+                assert deal is PassDeal.WHOLE
             else:
-                assert deal is not Deal.WHOLE
-            if deal is Deal.SLICE:
+                assert deal is not PassDeal.WHOLE
+            if deal is PassDeal.SLICE:
                 record = loops.sites[one.site]
                 assert followed[one.site] <= set(record.scales) or record.probes >= UNSEEN
         elif event == "backward":
@@ -232,7 +234,7 @@ def played(events: list[tuple[str, int]]) -> list[Any]:
             newest = fed.passes[0]
             assert all(one.fetched <= newest.fetched for one in fed.passes)
             assert fed.deal in {one.deals[-1] for one in fed.passes}
-            if fed.deal is Deal.PROBE:
+            if fed.deal is PassDeal.PROBE:
                 loops.decided(fed, line, Scale.MEAN)
         elif event == "end" and alive:
             loops.ended(alive[number % len(alive)])

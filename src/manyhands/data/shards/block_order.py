@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 
 
-class Run(NamedTuple):
+class PieceSpan(NamedTuple):
     """Neighbouring positions in one piece: rows [start, stop) of its shuffled rows."""
 
     block: int
@@ -97,7 +97,7 @@ class BlockOrder:
                 start += size
         return found
 
-    def runs(self, positions: Positions) -> Iterator[Run]:
+    def spans(self, positions: Positions) -> Iterator[PieceSpan]:
         """Where these positions lie, neighbours together, in their order."""
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
         bounds = [0, *cuts, len(positions)] if len(positions) else []
@@ -110,7 +110,7 @@ class BlockOrder:
                 piece = (at - begin) // self.piece_rows[block]
                 base = begin + piece * self.piece_rows[block]
                 stop = min(end, base + self.piece_rows[block], int(self._ends[place]))
-                yield Run(block, piece, at - base, stop - base)
+                yield PieceSpan(block, piece, at - base, stop - base)
                 at = stop
 
     def open_blocks(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
@@ -122,11 +122,11 @@ class BlockOrder:
         """The block of each position."""
         return self._blocks[np.searchsorted(self._ends, positions, side="right")]
 
-    def after(self, run: Run) -> tuple[int, int] | None:
-        """(block, piece) that follows a run's in its slot; None after the last."""
-        if (run.piece + 1) * self.piece_rows[run.block] < self.rows[run.block]:
-            return run.block, run.piece + 1
-        return (self._next[run.block], 0) if run.block in self._next else None
+    def after(self, span: PieceSpan) -> tuple[int, int] | None:
+        """(block, piece) that follows a span's in its slot; None after the last."""
+        if (span.piece + 1) * self.piece_rows[span.block] < self.rows[span.block]:
+            return span.block, span.piece + 1
+        return (self._next[span.block], 0) if span.block in self._next else None
 
     def rows_of(self, block: int, piece: int) -> int:
         return min(self.piece_rows[block], self.rows[block] - piece * self.piece_rows[block])
@@ -141,7 +141,7 @@ class BlockOrder:
         """The numbers in the data of the rows at these positions."""
         firsts = np.cumsum([0, *self.rows], dtype=np.int64)
         found = []
-        for block, piece, start, stop in self.runs(positions):
+        for block, piece, start, stop in self.spans(positions):
             order = self.within(block, piece)
             own = np.arange(start, stop) if order is None else order[start:stop]
             found.append(firsts[block] + piece * self.piece_rows[block] + own)

@@ -285,22 +285,22 @@ class _Pieces:
 
     def gather(self, positions: Positions, places: Positions) -> dict[str, Any]:
         """{column: values} of the rows at these positions, which rise; each gets a place."""
-        runs = list(self.order.runs(positions))
-        self._most = 2 * len({run.block for run in runs}) + _FEW
-        for run in runs:
-            self._request(run.block, run.piece)
+        spans = list(self.order.spans(positions))
+        self._most = 2 * len({span.block for span in spans}) + _FEW
+        for span in spans:
+            self._request(span.block, span.piece)
         if self.ahead:
-            for run in runs:
-                half = self.order.piece_rows[run.block] // 2  # until then it would only take memory
-                if run.stop > half and (following := self.order.after(run)) is not None:
+            for span in spans:
+                half = self.order.piece_rows[span.block] // 2  # until then it would only take memory
+                if span.stop > half and (following := self.order.after(span)) is not None:
                     self._request(*following)
-        parts = [(*self._held[run.block, run.piece].result(), slice(run.start, run.stop)) for run in runs]
-        for run in runs:
-            if self.ahead and run.stop == self.order.rows_of(run.block, run.piece):  # it will not be asked for again
-                self._held.pop((run.block, run.piece), None)
-        while len(self._held) > 2 * len({(run.block, run.piece) for run in runs}) + _FEW:
+        parts = [(*self._held[span.block, span.piece].result(), slice(span.start, span.stop)) for span in spans]
+        for span in spans:
+            if self.ahead and span.stop == self.order.rows_of(span.block, span.piece):  # it will not be asked for again
+                self._held.pop((span.block, span.piece), None)
+        while len(self._held) > 2 * len({(span.block, span.piece) for span in spans}) + _FEW:
             self._held.popitem(last=False)
-        own = np.split(places, np.cumsum([run.stop - run.start for run in runs])[:-1])
+        own = np.split(places, np.cumsum([span.stop - span.start for span in spans])[:-1])
         return {
             name: joined(
                 [

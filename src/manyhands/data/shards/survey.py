@@ -78,7 +78,7 @@ class FoundColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
+class Sharing:
     """What each worker reads in an epoch, and needs for it."""
 
     workers: int
@@ -136,7 +136,7 @@ class Survey:
     """Bytes."""
     first_rows: tuple[dict[str, str], ...]
     """{column: its value as text}"""
-    dealt: Dealt
+    dealt: Sharing
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -227,7 +227,7 @@ def _of_table(named: list[str], table: ShardTable, seen: ShardTable, asked: _Ask
     return replace(found, advice=(*_advice(found, table, asked), *facts.advice))
 
 
-def _dealt(table: ShardTable, asked: _Asked, share: float, row_bytes: float) -> Dealt:
+def _dealt(table: ShardTable, asked: _Asked, share: float, row_bytes: float) -> Sharing:
     """share: of the stored bytes, those of the columns that are read. row_bytes: of a decoded row."""
     blocks = [block for _, block in table.blocks]
     by_rows = asked.shuffle == "rows"
@@ -242,7 +242,7 @@ def _dealt(table: ShardTable, asked: _Asked, share: float, row_bytes: float) -> 
     )
     lanes = 1 if by_rows else max(read.open)
     under_way, everything = _held_by_open(table, share), int(row_bytes * table.rows)
-    return Dealt(
+    return Sharing(
         workers=asked.workers,
         batch_size=asked.batch_size,
         shuffle=asked.shuffle,
@@ -257,7 +257,7 @@ def _dealt(table: ShardTable, asked: _Asked, share: float, row_bytes: float) -> 
     )
 
 
-def _dealt_files(table: ShardTable, asked: _Asked) -> Dealt:
+def _dealt_files(table: ShardTable, asked: _Asked) -> Sharing:
     """Of rows that nobody has counted: whole files are dealt, or every worker reads all."""
     sizes = [one.file.size for one in table.files]
     order = np.random.default_rng((0, 0)).permutation(len(sizes)) if asked.shuffle != "none" else np.arange(len(sizes))
@@ -265,7 +265,7 @@ def _dealt_files(table: ShardTable, asked: _Asked) -> Dealt:
     own = [order[rank :: asked.workers] if apart else order for rank in range(asked.workers)]
     of_workers = tuple(sum(sizes[i] for i in files) for files in own)
     under_way = max(1, asked.lanes // asked.workers if apart else asked.lanes) if asked.shuffle != "none" else 1
-    return Dealt(
+    return Sharing(
         workers=asked.workers,
         batch_size=asked.batch_size,
         shuffle=asked.shuffle,
@@ -462,7 +462,7 @@ def _of_arrays(path: str, columns: Sequence[str], workers: int, batch_size: int,
         for name, array in arrays.items()
     ]
     whole, rest = divmod(many, batch_size)
-    dealt = Dealt(
+    dealt = Sharing(
         workers=workers,
         batch_size=batch_size,
         shuffle="none" if shuffle == "none" else "rows",

@@ -36,14 +36,14 @@ DONE = -1  # the position of a shard that is out
 _AT_ONCE = 32  # rows of a dataset, between which nobody else draws random numbers
 
 
-class Rows(ABC):
+class ShardRows(ABC):
     """Some neighbouring rows of a shard."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def cut(self, start: int, stop: int) -> Rows: ...
+    def cut(self, start: int, stop: int) -> ShardRows: ...
 
 
 class ShardReader(ABC):
@@ -56,11 +56,11 @@ class ShardReader(ABC):
         """How an error calls it."""
 
     @abstractmethod
-    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
+    def open(self, shard: int, reading: Reading) -> Iterator[ShardRows]:
         """A shard's rows in pieces, the same each time for the same shuffle, seed and epoch of a reading."""
 
     @abstractmethod
-    def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
+    def batch(self, parts: Sequence[tuple[int, int, ShardRows]], seed: int, epoch: int) -> Any:
         """A batch of (shard, the number of the first row in it, rows), one part after the other."""
 
 
@@ -69,9 +69,9 @@ class _Open:
     """A shard that is being read."""
 
     shard: int
-    pieces: Iterator[Rows]
+    pieces: Iterator[ShardRows]
     position: int = 0  # rows that are out
-    _piece: Rows | None = None
+    _piece: ShardRows | None = None
     _at: int = 0  # of the piece's rows, those that are out
 
     def skip(self, rows: int) -> bool:
@@ -80,7 +80,7 @@ class _Open:
             rows -= len(part)
         return rows <= 0
 
-    def take(self, most: int) -> Rows | None:
+    def take(self, most: int) -> ShardRows | None:
         """Some of the next rows; None at the end."""
         while self._piece is None or self._at == len(self._piece):
             self._piece, self._at = next(self.pieces, None), 0
@@ -136,10 +136,10 @@ class UncountedRows(Unsized):
             cut = partial(self._cut_batch, chunk, reading)
             yield GlobalBatch(rows, cut, partial(lambda cut, rows: digest_of(cut(0, rows)), cut, rows))
 
-    def _cut_batch(self, chunk: list[tuple[int, int, Rows]], reading: Reading, start: int, stop: int) -> Any:
+    def _cut_batch(self, chunk: list[tuple[int, int, ShardRows]], reading: Reading, start: int, stop: int) -> Any:
         return self._batch(_cut(chunk, start, stop), reading)
 
-    def _batch(self, chunk: list[tuple[int, int, Rows]], reading: Reading) -> Any:
+    def _batch(self, chunk: list[tuple[int, int, ShardRows]], reading: Reading) -> Any:
         return self.reader.batch(chunk, reading.seed, reading.epoch)
 
     def _order(self, reading: Reading) -> list[int]:
@@ -166,13 +166,13 @@ class UncountedRows(Unsized):
 
     def _chunks(
         self, own: list[int], dealt: ShardPositions, rows: int, reading: Reading
-    ) -> Generator[tuple[list[tuple[int, int, Rows]], dict[str, int]], None, None]:
+    ) -> Generator[tuple[list[tuple[int, int, ShardRows]], dict[str, int]], None, None]:
         """(rows of the next slice as parts, the positions of the shards that they are of) until the shards are out."""
         lanes = max(1, self._lanes // dealt.size) if self._shuffle and reading.shuffle else 1
         waiting = deque(shard for shard in own if dealt.now(shard) != DONE)
         under_way: list[_Open] = []
         while True:
-            chunk: list[tuple[int, int, Rows]] = []
+            chunk: list[tuple[int, int, ShardRows]] = []
             read: dict[str, int] = {}
             wanted = rows
             while wanted:
@@ -198,7 +198,7 @@ class UncountedRows(Unsized):
             yield chunk, read
 
     @staticmethod
-    def _take(one: _Open, rows: int, chunk: list[tuple[int, int, Rows]], read: dict[str, int]) -> int:
+    def _take(one: _Open, rows: int, chunk: list[tuple[int, int, ShardRows]], read: dict[str, int]) -> int:
         taken = 0
         while taken < rows:
             first = one.position
@@ -213,7 +213,7 @@ class UncountedRows(Unsized):
         return taken
 
 
-def _cut(chunk: list[tuple[int, int, Rows]], start: int, stop: int) -> list[tuple[int, int, Rows]]:
+def _cut(chunk: list[tuple[int, int, ShardRows]], start: int, stop: int) -> list[tuple[int, int, ShardRows]]:
     """Rows [start, stop) of what the parts hold together."""
     found, at = [], 0
     for shard, number, rows in chunk:
@@ -225,7 +225,7 @@ def _cut(chunk: list[tuple[int, int, Rows]], start: int, stop: int) -> list[tupl
 
 
 @dataclass(frozen=True)
-class _Columns(Rows):
+class _Columns(ShardRows):
     columns: Mapping[str, Any]
     rows: int
 
@@ -251,7 +251,7 @@ class FileReader(ShardReader):
         return self._table.files[shard].file.url
 
     @override
-    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
+    def open(self, shard: int, reading: Reading) -> Iterator[ShardRows]:
         for number, piece in enumerate(self._table.read_whole(shard, self._cache)):
             order = None
             if self._shuffle and reading.shuffle:
@@ -264,7 +264,7 @@ class FileReader(ShardReader):
             yield _Columns(columns, piece.num_rows)
 
     @override
-    def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
+    def batch(self, parts: Sequence[tuple[int, int, ShardRows]], seed: int, epoch: int) -> Any:
         held: list[Any] = [part.columns for _, _, part in parts]  # type: ignore[attr-defined]
         ends = np.cumsum([len(part) for _, _, part in parts])
         places = np.split(np.arange(ends[-1]), ends[:-1])
@@ -274,7 +274,7 @@ class FileReader(ShardReader):
 
 
 @dataclass(frozen=True)
-class _Listed(Rows):
+class _Listed(ShardRows):
     rows: list[Any]
 
     @override
@@ -298,7 +298,7 @@ class DatasetReader(ShardReader):
         return f"shard {shard} of the dataset"
 
     @override
-    def open(self, shard: int, reading: Reading) -> Iterator[Rows]:
+    def open(self, shard: int, reading: Reading) -> Iterator[ShardRows]:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(reading.epoch)
         own = RngScope((reading.seed, reading.epoch, shard))
@@ -312,7 +312,7 @@ class DatasetReader(ShardReader):
             yield _Listed(some)
 
     @override
-    def batch(self, parts: Sequence[tuple[int, int, Rows]], seed: int, epoch: int) -> Any:
+    def batch(self, parts: Sequence[tuple[int, int, ShardRows]], seed: int, epoch: int) -> Any:
         shard, first, _ = parts[0]
         with RngScope((seed, epoch, shard, first)):
             return self._collate([row for _, _, part in parts for row in part.rows])  # type: ignore[attr-defined]

@@ -27,13 +27,13 @@ CLASSES, OUTPUTS = "classes", "outputs"
 
 
 @dataclass(frozen=True)
-class Predictions:
+class FinalPredictions:
     """What a model says of the first rows: class numbers, int64 [n], or its outputs as they are, float32 [n]."""
 
     of: str  # classes | outputs
     values: Tensor
 
-    def agreement(self, other: Predictions) -> float | None:
+    def agreement(self, other: FinalPredictions) -> float | None:
         """Share of equal classes; of outputs 1 - |o - s| / |s|, at least 0. None where they cannot be compared."""
         if self.of != other.of or len(self.values) != len(other.values) or not len(self.values):
             return None
@@ -51,7 +51,7 @@ class FinalEvaluation:
     """At one model and some rows."""
 
     metrics: dict[str, float]
-    predictions: Predictions | None
+    predictions: FinalPredictions | None
     """None where the task's `evaluate` never calls the model for a tensor with a row for each of the batch's."""
 
 
@@ -133,8 +133,8 @@ class _Watch:
             self._kept.append(kept)
             self._numbers += len(kept)
 
-    def predictions(self) -> Predictions | None:
-        return Predictions(self.of, torch.cat(self._kept)) if self._kept else None
+    def predictions(self) -> FinalPredictions | None:
+        return FinalPredictions(self.of, torch.cat(self._kept)) if self._kept else None
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

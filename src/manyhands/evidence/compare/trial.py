@@ -21,7 +21,7 @@ from manyhands.events import Event
 from manyhands.evidence.advise.run_facts import TASK_FACTS
 from manyhands.evidence.compare import measures, metric
 from manyhands.evidence.compare.comparison import Target, Trial, Variant
-from manyhands.evidence.compare.final_evaluation import ROWS, Predictions, evaluate_final
+from manyhands.evidence.compare.final_evaluation import ROWS, FinalPredictions, evaluate_final
 from manyhands.evidence.compare.probe import Sketch, probed, taken
 from manyhands.recording.run import Run
 from manyhands.sparse.kernel import ModelOfKernel
@@ -91,7 +91,7 @@ class FinishedTrial:
 
     trial: Trial
     parameters: Tensor | None = None  # [D]; None of an ensemble, and of a failed trial
-    predictions: Predictions | None = None
+    predictions: FinalPredictions | None = None
     sketches: Mapping[int, Sketch] = field(default_factory=dict)  # {rows: of the parameters at that point}
 
 

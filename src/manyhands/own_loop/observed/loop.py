@@ -25,7 +25,7 @@ from manyhands.own_loop import loss_graph
 from manyhands.own_loop.backward_watch import Roots
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.observed.drift import DriftCheck
-from manyhands.own_loop.observed.loops import KEPT, Deal, Fed, Loops, Pass, Scale, Site
+from manyhands.own_loop.observed.loops import KEPT, Fed, Loops, Pass, PassDeal, Scale, Site
 from manyhands.own_loop.observed.modules import outermost_modules, replaced, stepped_by
 from manyhands.own_loop.observed.probe import judged
 from manyhands.own_loop.prepare import DEFAULT, prepare_on
@@ -59,7 +59,7 @@ class PassDealer(Dealer):
         self.marks: deque[int] = deque(maxlen=KEPT)  # autograd's number when each came
 
     @override
-    def next_deal(self) -> Deal:
+    def next_deal(self) -> PassDeal:
         return self.observed.deal(self)
 
     @override
@@ -68,7 +68,7 @@ class PassDealer(Dealer):
             self.shares.append(share)
             if self.observed.loops.sites[self.one.site].ahead is None:
                 self.marks.append(loss_graph.next_number())
-        if self.one.deals and self.one.deals[-1] is Deal.PROBE:
+        if self.one.deals and self.one.deals[-1] is PassDeal.PROBE:
             self.observed.lend()
 
     @override
@@ -199,18 +199,18 @@ class ObservedLoop:
         finally:
             batches.close()  # type: ignore[attr-defined]
 
-    def deal(self, dealer: PassDealer) -> Deal:
+    def deal(self, dealer: PassDealer) -> PassDeal:
         """How the workers get the batch that the script asks for now."""
         if self._optimizers and self.session.pass_under_way is None:
             self._prepare()
         deal = self.loops.fetched(dealer.one, torch.is_grad_enabled())
-        if deal is Deal.SLICE and self._alike:
+        if deal is PassDeal.SLICE and self._alike:
             self._draw_own()
-        self._drawn = rng.generator_states() if deal is Deal.PROBE else None
-        if deal is Deal.SLICE and self.note:
+        self._drawn = rng.generator_states() if deal is PassDeal.PROBE else None
+        if deal is PassDeal.SLICE and self.note:
             self.say(self.note)
             self.note = ""
-        if deal is not Deal.WHOLE:
+        if deal is not PassDeal.WHOLE:
             self._parts += 1
             if not dealer.checked:
                 check_loader(dealer.loader, self.worker.size)
@@ -322,7 +322,7 @@ class ObservedLoop:
         weight = rows if divisor is None or share.stand_in else divisor
         scale = fed.scale if stated != "sum" else Scale.SUM
         factor = 1.0
-        if fed.deal is not Deal.SLICE:
+        if fed.deal is not PassDeal.SLICE:
             self.backward = Backward(1.0, 1.0, True, of_first=True)
         else:
             scale = scale or self._by_graph(roots, rows)
@@ -399,7 +399,7 @@ class ObservedLoop:
         fed, roots = self._now.fed, self._now.roots
         batch = fed.passes[0], fed.passes[0].fetches
         known = fed.scale is not None and self._decided_in.get(roots.line) != batch
-        if fed.deal is not Deal.PROBE or known or self.session._stated == "sum":
+        if fed.deal is not PassDeal.PROBE or known or self.session._stated == "sum":
             return
         own = []
         for pair in pairs:

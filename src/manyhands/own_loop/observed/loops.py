@@ -14,7 +14,7 @@ PROBES = 4  # so many batches are tried at most until a loss is known to be a me
 UNSEEN = 32  # so many batches are whole on worker 0 because of a backward that was seen once, and does not come again
 
 
-class Deal(Enum):
+class PassDeal(Enum):
     """How the workers get a batch."""
 
     WHOLE = "each gets all of it, and worker 0's gradient counts"
@@ -53,10 +53,10 @@ class SiteRecord:
     probes: int = 0  # since one of these was seen first
     ahead: int | None = None  # so many batches are fetched before the backward of an earlier one; None: not known yet
 
-    def next_deal(self) -> Deal:
+    def next_deal(self) -> PassDeal:
         if not self.training:
-            return Deal.WHOLE
-        return Deal.PROBE if self.tried and self.probes < UNSEEN else Deal.SLICE
+            return PassDeal.WHOLE
+        return PassDeal.PROBE if self.tried and self.probes < UNSEEN else PassDeal.SLICE
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Pass:
     began: int  # all times are numbers of events
     fetches: int = 0
     fetched: int = -1  # when the newest batch came; -1: none can feed a backward
-    deals: deque[Deal] = field(default_factory=lambda: deque(maxlen=KEPT))
+    deals: deque[PassDeal] = field(default_factory=lambda: deque(maxlen=KEPT))
     fed: bool = False  # a backward followed the newest batch
     open: bool = True
 
@@ -77,7 +77,7 @@ class Fed:
     """What a backward is of."""
 
     passes: tuple[Pass, ...]  # whose batches it is computed from; the newest first
-    deal: Deal
+    deal: PassDeal
     scale: Scale | None  # None: not known
     ahead: int  # so many batches were fetched since the one that it is of
 
@@ -103,19 +103,19 @@ class Loops:
         self._passes.append(begun)
         return begun
 
-    def fetched(self, one: Pass, autograd: bool = True) -> Deal:
+    def fetched(self, one: Pass, autograd: bool = True) -> PassDeal:
         """The script asks a pass for its next batch. autograd: whether gradients are computed where it asks."""
         self._now += 1
         record = self.sites[one.site]
         if not autograd:
             record.evaluating = True
-            return Deal.WHOLE
+            return PassDeal.WHOLE
         if one.fetched >= 0 and not one.fed:
             record.evaluating = True
         one.fed, one.fetches, one.fetched = False, one.fetches + 1, self._now
         self._passes = [other for other in self._passes if other.open]
         deal = record.next_deal()
-        record.probes += deal is Deal.PROBE
+        record.probes += deal is PassDeal.PROBE
         one.deals.append(deal)
         return deal
 
@@ -131,7 +131,7 @@ class Loops:
             return None
         ahead = ahead_of(passes[0])
         deals = [one.deals[-1 - min(ahead, len(one.deals) - 1)] for one in passes]
-        deal = next(deal for deal in (Deal.SLICE, Deal.PROBE, Deal.WHOLE) if deal in deals)
+        deal = next(deal for deal in (PassDeal.SLICE, PassDeal.PROBE, PassDeal.WHOLE) if deal in deals)
         for one in passes:
             one.fed = True
             record = self.sites[one.site]
