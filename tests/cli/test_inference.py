@@ -106,8 +106,8 @@ def test_other_metrics_on_other_rows() -> None:
     done = invoke("evaluate", "run", "--task", "my_rows.py:task", "--metrics", "my_rows.py:metrics", "--json")
     assert list(json.loads(done.stdout)) == ["mean"]
     done = invoke("evaluate", "run", "pairs.npz", "--task", "my_rows.py:task")
-    assert done.exit_code == 1
-    assert "failed in phase compute" in done.output
+    assert done.exit_code == 2
+    assert "the data has columns x, y" in done.output
 
 
 @pytest.mark.usefixtures("folder")

@@ -382,10 +382,10 @@ def test_as_many_bytes_as_asked_for_are_read_ahead(
     (feed,) = feeds(shards(tmp_path / "a.parquet", decode=decode, prefetch=given, **options))
     with closing(feed.epoch(0)) as slices:
         next(slices)
-        deadline = time.monotonic() + 30
-        while not prefetch_waits():
-            assert time.monotonic() < deadline
-        assert len(decoded) == 10 * (1 + ready + 1)
+        expected, deadline = 10 * (1 + ready + 1), time.monotonic() + 30
+        while not prefetch_waits() or len(decoded) < expected:
+            assert time.monotonic() < deadline, f"{len(decoded)} rows were read"
+        assert len(decoded) == expected
 
 
 def prefetch_waits() -> bool:
