@@ -121,6 +121,12 @@ class RngScope:
         own._state = _cpu_state()
         return own
 
+    def copy(self) -> RngScope:
+        """One that goes on from where this one stands now."""
+        made = RngScope(())
+        made._seed, made._state = self._seed, self._state
+        return made
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the process's generators go a way of their own, and not the one that is drawn from here a second

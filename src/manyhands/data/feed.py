@@ -16,6 +16,7 @@ import torch
 from manyhands.data.batch import columns, to_device
 from manyhands.data.kept_batches import KeptBatches
 from manyhands.data.leases import End, Lease, Segment, foreseen
+from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.sharding import FixedPartition
 from manyhands.data.slice_ledger import Place
 from manyhands.data.source import (
@@ -96,7 +97,7 @@ class Feed:
         """Global batches an epoch, the same on all workers; None: unsized."""
         self.leasable = isinstance(source, Planned)
         """Whether any worker can read any slice; else each reads its own, whatever is leased."""
-        self._begun: tuple[int, ShardPositions | None, str | None] | None = None
+        self._begun: tuple[int, ShardPositions | None, LoaderPosition | None] | None = None
         self._kept = KeptBatches(source) if keeps and isinstance(source, Unsized) else None
         self.rereads = self.leasable or self._kept is not None
         """Whether `read` gives slices again that were another worker's."""
@@ -109,7 +110,7 @@ class Feed:
         check_shard(rank, size, self.batch_size)
         self._reading = replace(self._reading, rank=rank, size=size)
 
-    def go_on(self, epoch: int, shards: ShardPositions | None = None, loader: str | None = None) -> None:
+    def go_on(self, epoch: int, shards: ShardPositions | None = None, loader: LoaderPosition | None = None) -> None:
         """This epoch was begun before: so much of its shards is out, and here its loader stood."""
         self._begun = epoch, shards, loader
 

@@ -11,6 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from manyhands.data.input_counters import InputCounters
+from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.sharding import Indices, epoch_order, shared, slice_of, ticks
 from manyhands.errors import BadInput
 
@@ -62,7 +63,7 @@ class Slice:
     """How the shards of this epoch were dealt, where nobody has counted their rows."""
     read: Mapping[str, int] = field(default_factory=dict)
     """By shard, how many rows are out once this slice is trained on."""
-    loader: str | None = None
+    loader: LoaderPosition | None = None
     """Where the loader that gave it stands, once this slice is trained on; see `Reading.states`."""
 
 
@@ -88,7 +89,7 @@ class Reading:
     """Ticks before it are not read (a stream reads and drops them)."""
     shards: ShardPositions | None = None
     """Of an epoch that goes on: what of its shards is out."""
-    loader: str | None = None
+    loader: LoaderPosition | None = None
     """Of an epoch that goes on: where its loader stood."""
     states: bool = False
     """Whether slices say where a loader stands that can go on from there by itself, and it does."""

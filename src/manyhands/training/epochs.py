@@ -88,9 +88,8 @@ class LockstepEpochs:
             self._uncompared -= 1
             digests = worker.group.all_gather_json(None if part is None else part.digest)
             check_digests(digests)
-            self._loop.anybody = any(
-                digest is not None for digest in digests
-            )  # not, where a run goes on at the very end
+            # nobody has rows where a run goes on at a stream's very end
+            self._loop.anybody = any(digest is not None for digest in digests)
         return None if part is None else (part, seconds)
 
 

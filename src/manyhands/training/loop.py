@@ -413,8 +413,7 @@ class Loop:
             self.ending = position.epoch
             if complete and not self.reason:
                 self.epoch_ticks = position.epoch_tick
-                position.epoch, position.epoch_tick = position.epoch + 1, 0
-                position.shards = position.loader = None
+                position.epoch, position.epoch_tick, position.shards = position.epoch + 1, 0, None
         if self.phase is Phase.STOP:
             self.flush()  # what closing the open window pushes is lost again when the run is resumed
             self.save()  # before that, so that a resumed run goes on as if never interrupted
@@ -570,7 +569,7 @@ class Loop:
         self.reads_whole |= (
             self.ticks_per_epoch is None and part.global_rows is not None and self.worker.mesh.rows[1] > 1
         )
-        position.loader = part.loader or position.loader
+        self.saver.loader = part.loader
         if part.dealt is not None:
             dealt = {**vars(part.dealt), "read": dict(part.dealt.read)}
             known = position.shards or dealt

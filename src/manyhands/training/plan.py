@@ -109,7 +109,6 @@ class TrainingPosition:
     unused: int = 0
     rounds: int = 0
     shards: dict[str, Any] | None = None  # of an epoch of shards that nobody has counted: ShardPositions
-    loader: str | None = None  # of an epoch that a loader reads which can go on by itself: LoaderPosition
 
 
 def cut_keys(plan: WorkerPlan, worker: Worker) -> KeyBlocks | None:

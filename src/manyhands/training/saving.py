@@ -12,6 +12,7 @@ from manyhands.checkpoint import by_replica, checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.checkpoint.part_writer import PartWriter, WrittenPart
 from manyhands.data.feed import Feed
+from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.source import ShardPositions
 from manyhands.errors import BadInput
 from manyhands.events import Event
@@ -36,6 +37,7 @@ class Saver:
     saved: int = -1  # the tick of the newest checkpoint of this launch
     held: frozenset[str] = frozenset()  # the tensors that the strategy's state had at its start, by field
     warnings: list[str] = field(default_factory=list)  # of resuming
+    loader: LoaderPosition | None = None  # after the newest batch that is trained on
 
     def __post_init__(self) -> None:
         self.declared = run_state.declared(self.replica)
@@ -56,9 +58,7 @@ class Saver:
         self._writer.wait()  # one at a time: a second one would need memory of its own
         facts = {"total": self.total_ticks, "threads": torch.get_num_threads(), "fingerprint": self._fingerprint()}
         facts["options"] = self._options()
-        where = {**vars(position), **facts, "shards": self._shards(position)}
-        if self.worker.rank:
-            where["loader"] = None  # each reads all of it, and the first one's is everybody's
+        where = {**vars(position), **facts, "shards": self._shards(position), "loader": self._loader(position)}
         if self.worker.elastic and self.worker.rank:
             where |= {"rows": 0, "unused": 0}  # each has counted everybody's, and a checkpoint's ranks are summed up
         equal = self.plan.strategy.agreed(self.replica, state) is self.replica.parameters
@@ -87,6 +87,13 @@ class Saver:
             was = self._resumed.size, self._resumed.begun
             found = [own for own in found if (own["size"], own["begun"]) != was] or found
         return vars(ShardPositions.together([ShardPositions(**own) for own in found])) if found else None
+
+    def _loader(self, position: TrainingPosition) -> str | None:
+        """Where the loader stands, where it knows: all workers read the same, and the first one's is everybody's."""
+        loader = None if self.worker.rank else self.loader
+        if loader is None or (loader.epoch, loader.batches) != (position.epoch, position.epoch_tick):
+            return None  # at an epoch's end it stands nowhere
+        return loader.text()
 
     def _save_now(self, tick: int, tensors: run_state.Tensors, values: dict[str, Any], start: float) -> None:
         """All of it is on the disk when this returns."""
@@ -190,12 +197,13 @@ class Saver:
                 f"these settings differ from the checkpoint's: {differing}. The new ones are used from step "
                 f"{saved.tick} on. To keep the old ones, give them again"
             )
-        facts = ("total", "threads", "fingerprint", "options")
+        facts = ("total", "threads", "fingerprint", "options", "loader")
         position = TrainingPosition(**{name: value for name, value in values.items() if name not in facts})
-        position.loader = saved.values(0)["position"].get("loader")
+        if (text := saved.values(0)["position"].get("loader")) is not None:
+            self.loader = LoaderPosition.read(text)
         if position.shards is not None:
             self._resumed = ShardPositions(**position.shards)
-        self.feed.go_on(position.epoch, self._resumed, position.loader)
+        self.feed.go_on(position.epoch, self._resumed, self.loader)
         if rank == 0 and self.plan.checkpoints is not None:
             checkpoints.discard_newer(
                 self.plan.checkpoints, saved.tick, self.warnings.append

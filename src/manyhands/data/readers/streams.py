@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from manyhands.data.batch import Collate, digest_of, digest_of_rows, rows_of, slice_rows
+from manyhands.data.loader_position import LoaderPosition, can_go_on
 from manyhands.data.readers.datasets import end_processes, set_epoch
-from manyhands.data.readers.loader_position import LoaderPosition, can_go_on
 from manyhands.data.sharding import slice_of
 from manyhands.data.shards.uncounted import DatasetReader, UncountedRows
 from manyhands.data.source import (
@@ -137,15 +137,17 @@ class LoadedStream(Unsized):
             for _, batch, _ in batches:
                 yield GlobalBatch(rows_of(batch), partial(slice_rows, batch), partial(digest_of, batch))
 
-    def _batches(self, reading: Reading) -> Generator[tuple[int, Any, str | None], None, None]:
+    def _batches(self, reading: Reading) -> Generator[tuple[int, Any, LoaderPosition | None], None, None]:
         """(its number, a batch, where the loader stands after it). That is noted here: who reads ahead does not change it."""
         loader, own, first = self._loader, RngScope((reading.seed, reading.epoch)), 0
         set_epoch(loader.dataset, reading.epoch)
-        with own:
-            position = LoaderPosition.read(reading.loader) if reading.loader is not None and reading.states else None
-            if position is not None and position.fits(loader, reading):
-                first, batches = reading.first_tick, position.restored(loader)
-            else:
+        position = reading.loader if reading.states else None
+        if position is not None and position.fits(loader, reading.epoch, reading.first_tick):
+            with own:
+                batches = position.restored(loader)
+            first, own = reading.first_tick, position.random.copy()
+        else:
+            with own:
                 batches = iter(loader)
         try:
             for index in count(first):
@@ -159,14 +161,13 @@ class LoadedStream(Unsized):
         finally:
             end_processes(batches)
 
-    def _position(self, reading: Reading, batches: int, own: RngScope) -> str | None:
+    def _position(self, reading: Reading, batches: int, own: RngScope) -> LoaderPosition | None:
         if not (reading.states and can_go_on(self._loader)):
             return None
-        with own:
-            text = LoaderPosition.of(self._loader, reading.epoch, batches).text()
+        position = LoaderPosition.of(self._loader, reading.epoch, batches, own)
         if batches == 1:
-            LoaderPosition.read(text)  # before a step is made: raises where no checkpoint could be read again
-        return text
+            LoaderPosition.read(position.text())  # before a step is made: raises for what no checkpoint keeps
+        return position
 
 
 def _digest(of: Callable[[Any], str], batch: Any, reading: Reading, index: int) -> str:

@@ -4,6 +4,7 @@ its two methods, `state_dict` and `load_state_dict`."""
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import pickle
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from manyhands import rng
-from manyhands.data.source import Reading
 from manyhands.errors import BadInput
+from manyhands.rng import RngScope
 
 
 def can_go_on(loader: DataLoader[Any]) -> bool:
@@ -33,19 +34,22 @@ class LoaderPosition:
     processes: int
     """Its `num_workers`: its state is of these."""
     state: Any
-    random: tuple[dict[str, torch.Tensor], dict[str, Any]]
+    random: RngScope
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], epoch: int, batches: int) -> Self:
-        """Of a loader that has given so many batches, by the process's generators."""
-        state = loader.state_dict()  # type: ignore[attr-defined]
-        return cls(epoch=epoch, batches=batches, processes=loader.num_workers, state=state, random=rng.capture())
+    def of(cls, loader: DataLoader[Any], epoch: int, batches: int, own: RngScope) -> Self:
+        """Of a loader that has given so many batches, by these generators."""
+        with own:
+            state = copy.deepcopy(loader.state_dict())  # type: ignore[attr-defined]  # it may change as the loader goes on
+        return cls(epoch=epoch, batches=batches, processes=loader.num_workers, state=state, random=own.copy())
 
     def text(self) -> str:
         """For a checkpoint's JSON. BadInput for a state that cannot be written."""
         made = io.BytesIO()
+        with self.random.copy():
+            random = rng.capture()
         try:
-            torch.save(vars(self), made)
+            torch.save({**vars(self), "random": random}, made)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise _not_kept(error) from error
         return base64.b64encode(made.getvalue()).decode()
@@ -54,22 +58,23 @@ class LoaderPosition:
     def read(cls, text: str) -> Self:
         """What `text` gave. Only tensors and plain values are read: BadInput for others."""
         try:
-            return cls(**torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
+            found = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
         except pickle.UnpicklingError as error:
             raise _not_kept(error) from error
+        tensors, values = found["random"]
+        random = RngScope(())
+        with random:
+            rng.restore({name: state for name, state in tensors.items() if name != "cuda"}, values)
+        return cls(**{**found, "random": random})
 
-    def fits(self, loader: DataLoader[Any], reading: Reading) -> bool:
-        """Whether this loader can go on here, at the first batch of a reading."""
-        there = self.epoch, self.batches, self.processes
-        return can_go_on(loader) and there == (reading.epoch, reading.first_tick, loader.num_workers)
+    def fits(self, loader: DataLoader[Any], epoch: int, batches: int) -> bool:
+        """Whether this loader can go on by it after so many batches."""
+        return can_go_on(loader) and (self.epoch, self.batches, self.processes) == (epoch, batches, loader.num_workers)
 
     def restored(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """The batches that follow; the process's generators stand as they did."""
+        """The batches that follow. They come by generators that stand as `random`."""
         loader.load_state_dict(self.state)  # type: ignore[attr-defined]
-        batches = iter(loader)
-        tensors, values = self.random
-        rng.restore({name: state for name, state in tensors.items() if name != "cuda"}, values)
-        return batches
+        return iter(loader)
 
 
 def _not_kept(error: Exception) -> BadInput:

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typing_extensions import override
 
 import manyhands as mh
+from manyhands.data.feed import Feed
+from manyhands.data.loader_position import LoaderPosition
+from manyhands.data.open_source import open_source
 from manyhands.engines.local.engine import Local
 
 
@@ -73,3 +77,24 @@ def test_two_workers_keep_one_state_and_one_goes_on(tmp_path: Path, local: Local
     assert read == list(range(8, 24))
     for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_torchdatas_own_loader(processes: int) -> None:
+    """Where it is installed: its state is kept, read ahead or not, and names the rows that are left."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def feed() -> Feed:
+        rows = TensorDataset(torch.arange(40.0))
+        made = stateful.StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=processes)
+        return Feed(open_source(made), rank=0, size=2, states=True)
+
+    parts = list(feed().epoch(0))
+    for stopped in (parts[0], parts[3], parts[9]):
+        again = feed()
+        assert stopped.loader is not None
+        again.go_on(0, loader=LoaderPosition.read(stopped.loader.text()))
+        left = list(again.epoch(0, stopped.index + 1))
+        assert [part.index for part in left] == list(range(stopped.index + 1, 10))
+        wanted = parts[stopped.index + 1 :]
+        assert all(torch.equal(a.batch[0], b.batch[0]) for a, b in zip(left, wanted, strict=True))  # type: ignore[index]

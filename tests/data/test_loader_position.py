@@ -14,9 +14,9 @@ from typing_extensions import override
 
 import manyhands as mh
 from manyhands.data.feed import Feed
+from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.open_source import open_source
-from manyhands.data.readers.loader_position import LoaderPosition
-from manyhands.data.source import Reading, Slice
+from manyhands.data.source import Slice
 from manyhands.errors import BadInput
 
 ROWS, BATCH = 40, 4
@@ -66,7 +66,8 @@ def slices(rank: int, size: int, rows: Rows, *, begun: Slice | None = None, load
     feed = Feed(open_source(Remembering(rows) if loader is None else loader), rank=rank, size=size, states=True)
     if begun is None:
         return list(feed.epoch(0))
-    feed.go_on(0, loader=begun.loader)
+    assert begun.loader is not None
+    feed.go_on(0, loader=LoaderPosition.read(begun.loader.text()))
     return list(feed.epoch(0, begun.index + 1))
 
 
@@ -100,13 +101,12 @@ def test_what_cannot_go_on_by_itself_reads_and_drops() -> None:
     assert values(slices(0, 1, rows, begun=stopped, loader=plain)) == values(slices(0, 1, Rows())[4:])
     assert rows.read == list(range(ROWS))
     assert stopped.loader is not None
-    position = LoaderPosition.read(stopped.loader)
-    more = Remembering(Rows())
-    assert position.fits(more, Reading(first_tick=4))
-    assert not position.fits(more, Reading(first_tick=5))
-    assert not position.fits(more, Reading(first_tick=4, epoch=1))
+    position, more = stopped.loader, Remembering(Rows())
+    assert position.fits(more, 0, 4)
+    assert not position.fits(more, 0, 5)
+    assert not position.fits(more, 1, 4)
     more.num_workers = 2  # a state is of as many processes as there were
-    assert not position.fits(more, Reading(first_tick=4))
+    assert not position.fits(more, 0, 4)
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
