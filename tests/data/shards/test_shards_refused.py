@@ -84,6 +84,15 @@ def test_files_of_several_schemas_name_file_and_column(names: str, types: dict[s
     refused(task(mh.shards(tmp_path / "rows")), "'y'", "0.parquet", "1.parquet", "columns=")
 
 
+@pytest.mark.parametrize(("names", "types"), [("aby ab", {}), ("aby aby", {"y": "int64"})])
+def test_files_that_are_not_counted_name_file_and_column_when_they_are_read(
+    names: str, types: dict[str, str], tmp_path: Path
+) -> None:
+    write(tmp_path / "rows", names, **types)
+    with pytest.raises(BadInput, match=r"(?s)(?=.*'y')(?=.*1.parquet)(?=.*write)"):
+        mh.train(task(mh.shards(tmp_path / "rows", counted=False, shuffle=False)), workers=1)
+
+
 def test_a_column_that_no_file_has(folder: Path) -> None:
     refused(task(mh.shards(folder, columns=["a", "z"])), "'z'", "0.parquet", "a, b, y")
 
