@@ -62,7 +62,8 @@ def _memory_named() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
+        known = any(note.startswith("manyhands: ") for note in getattr(error, "__notes__", ()))
+        if not known and (isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
             error.add_note(
                 "manyhands: this worker has too little memory for what it holds of the model and its training. `manyhands plan TASK -n WORKERS "
                 "--memory-per-worker SIZE` says which plan fits, such as --model-parallel stages=2; a smaller micro_batch_size helps, too"

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import manyhands as mh
 from manyhands.data.feed import Feed
 from manyhands.data.leases import End, Lease, Leases, Segment
 from manyhands.data.open_source import open_source
@@ -386,6 +387,27 @@ def test_as_many_bytes_as_asked_for_are_read_ahead(
         while not prefetch_waits() or len(decoded) < expected:
             assert time.monotonic() < deadline, f"{len(decoded)} rows were read"
         assert len(decoded) == expected
+
+
+def test_an_error_for_lack_of_memory_says_what_needs_less(tmp_path: Path) -> None:
+    def decode(row: dict[str, Any]) -> int:
+        raise MemoryError("std::bad_alloc")
+
+    paths = write(tmp_path, "parquet", [5])
+    (feed,) = feeds(shards(paths, decode=decode))
+    with pytest.raises(MemoryError) as caught:
+        next(feed.epoch(0))
+    with pytest.raises(MemoryError) as of_a_run:
+        mh.train(
+            model=lambda: torch.nn.Linear(1, 1),
+            loss=lambda model, batch: model(batch).mean(),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            train_data=shards(paths, decode=decode),
+            workers=1,
+        )
+    for error in (caught.value, of_a_run.value):
+        (note,) = error.__notes__
+        assert "prefetch=" in note
 
 
 def prefetch_waits() -> bool:

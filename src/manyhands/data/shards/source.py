@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -413,7 +413,7 @@ def _in_groups(
     """
     most = max(1, min(GROUP_ROWS, GROUP_BYTES * table.rows // max(1, table.memory)))
     rows = 1
-    with ThreadPoolExecutor(threads, "manyhands-decode") as pool:
+    with _memory_named(), ThreadPoolExecutor(threads, "manyhands-decode") as pool:
         decoder = replace(decoder, executor=pool)
         while group := _taken_up_to(picks, rows):
             rows = min(2 * sum(len(pick.own) for pick in group) + 1, most)  # the first batches come at once
@@ -427,6 +427,19 @@ def _in_groups(
                 stop = start + len(pick.own)
                 yield pick.load(partial(_batch, decoder, columns, start, stop, numbers, key))
                 start = stop
+
+
+@contextmanager
+def _memory_named() -> Iterator[None]:
+    """An error for lack of memory says what helps."""
+    try:
+        yield
+    except MemoryError as error:
+        error.add_note(
+            "manyhands: this worker has too little memory for the shards that it reads. Fewer blocks at a time, mh.shards(…, "
+            'shuffle="blocks:4", prefetch="4MB"), need less, and so do more workers; `manyhands data PATH -n WORKERS` says about how much'
+        )
+        raise
 
 
 def _taken_up_to(picks: Iterator[Pick], rows: int) -> list[Pick]:
