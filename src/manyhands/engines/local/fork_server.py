@@ -43,6 +43,7 @@ _PRELOAD = (
     "torch.utils.data",
     "manyhands.engines.local.child",
     "manyhands.own_loop.rank_zero",
+    "manyhands.training.worker_main",  # of a run of mh.train: else each of its workers reads a hundred files of its own
 )
 
 _LAST_S = 5.0  # to end what workers left, when the driver is gone
