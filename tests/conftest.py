@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,21 +104,37 @@ def host_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def local() -> Iterator[Local]:
-    """Engine `local`, warm for the whole session."""
-    with Local() as engine:
-        yield engine
+    """Engine `local`, warm for the whole session: its fork server starts with the first launch."""
+    engine = Local()
+    engine._slot.keep = True
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def warm(request: pytest.FixtureRequest, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is launched on engine `local` uses the tests' warm fork server, which has loaded torch already.
+
+    To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`.
+    """
+    if "cold" in request.fixturenames:
+        return
+    launch, prestart = Local.launch, Local.prestart
+
+    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
+        if self._slot.keep:  # it is warm itself
+            return launch(self, program, spec)
+        other = replace(self)
+        object.__setattr__(other, "_slot", local._slot)
+        return launch(other, program, spec)
+
+    monkeypatch.setattr(Local, "prestart", lambda self: prestart(self) if self._slot.keep else self)
+    monkeypatch.setattr(Local, "launch", on_warm)
 
 
 @pytest.fixture
-def warm(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is launched on engine `local` uses the tests' warm fork server, which has loaded torch already."""
-    launch = Local.launch
-
-    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
-        return launch(local if spec.workers > 1 else self, program, spec)
-
-    monkeypatch.setattr(Local, "prestart", lambda self: self)
-    monkeypatch.setattr(Local, "launch", on_warm)
+def cold() -> None:
+    """Engine `local` starts a fork server for each launch, as it does for users."""
 
 
 @pytest.fixture

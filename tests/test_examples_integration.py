@@ -167,7 +167,6 @@ def test_slow_momentum_of_zero_is_local_sgd() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 def test_custom_strategy_beside_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["custom_strategy.py"])
     runpy.run_path(str(EXAMPLES / "custom_strategy.py"), run_name="__main__")

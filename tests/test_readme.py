@@ -49,7 +49,6 @@ def command(words: list[str]) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("page", pages_with("python"), ids=title)
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
@@ -63,7 +62,6 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
             exec(compile(padded, str(page), "exec", dont_inherit=True), namespace)
 
 
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "page",
     [
@@ -82,7 +80,6 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=title)
 def test_slow_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +124,6 @@ def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 def test_commands_of_the_script_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def test_local_passes(local: Local, workers: int, check: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold")
 def test_a_cold_local_leaves_nothing() -> None:
     """CASE 28"""
     ENGINE_SUITE["nothing_left"](Local())

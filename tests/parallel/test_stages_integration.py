@@ -253,8 +253,7 @@ def inside(name: str, stages: int, worker: Worker) -> dict[str, Any]:
 
 @functools.cache
 def looked_at(name: str, stages: int) -> list[dict[str, Any]]:
-    with Local() as engine:
-        return engine.launch(functools.partial(inside, name, stages), LaunchSpec(workers=stages, threads_per_worker=1))
+    return Local().launch(functools.partial(inside, name, stages), LaunchSpec(workers=stages, threads_per_worker=1))
 
 
 def test_each_stage_begins_with_one_workers_parameters() -> None:
