@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
 from manyhands.worker import Worker
 
+# Tests start hundreds of interpreters: where bytecode is not kept, each of them compiles the package once more.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # started in the background: the commands that tests interrupt would inherit that
@@ -111,30 +115,34 @@ def local() -> Iterator[Local]:
     engine.close()
 
 
-@pytest.fixture(autouse=True)
-def warm(request: pytest.FixtureRequest, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def warm(local: Local) -> Iterator[list[str]]:
     """Whatever is launched on engine `local` uses the tests' warm fork server, which has loaded torch already.
 
-    To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`.
+    To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`: while
+    it runs, this list is not empty.
     """
-    if "cold" in request.fixturenames:
-        return
-    launch, prestart = Local.launch, Local.prestart
+    launch, prestart, cold = Local.launch, Local.prestart, list[str]()
 
     def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
-        if self._slot.keep:  # it is warm itself
+        if cold or self._slot.keep:  # it is warm itself
             return launch(self, program, spec)
         other = replace(self)
         object.__setattr__(other, "_slot", local._slot)
         return launch(other, program, spec)
 
-    monkeypatch.setattr(Local, "prestart", lambda self: prestart(self) if self._slot.keep else self)
-    monkeypatch.setattr(Local, "launch", on_warm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Local, "prestart", lambda self: prestart(self) if cold or self._slot.keep else self)
+        patch.setattr(Local, "launch", on_warm)
+        yield cold
 
 
 @pytest.fixture
-def cold() -> None:
+def cold(warm: list[str], request: pytest.FixtureRequest) -> Iterator[None]:
     """Engine `local` starts a fork server for each launch, as it does for users."""
+    warm.append(request.node.nodeid)
+    yield
+    warm.clear()
 
 
 @pytest.fixture
