@@ -68,6 +68,5 @@ def in_processes(worker: Worker) -> dict[str, dict[str, int]]:
 
 
 def test_messages_between_processes() -> None:
-    with Local() as engine:
-        found = engine.launch(in_processes, LaunchSpec(workers=2))
+    found = Local().launch(in_processes, LaunchSpec(workers=2))
     assert [next(iter(one.values()))["bytes"] for one in found] == [expected_bytes(0), expected_bytes(1)]
