@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -49,13 +48,6 @@ def task(**fields: Any) -> mh.Task:
 
 def train(given: mh.Task | None = None, **options: Any) -> Run:
     return mh.train(given or task(), **({"workers": 1} | options))
-
-
-@pytest.fixture(autouse=True)
-def warm(local: Local) -> Iterator[None]:
-    """Workers start by one warm engine, whoever asks for them by its name."""
-    with mock.patch.dict(vars(mh), train=partial(mh.train, engine=local), launch=partial(mh.launch, engine=local)):
-        yield
 
 
 def one_line(match: str, call: Callable[[], Any]) -> None:
