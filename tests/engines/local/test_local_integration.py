@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -48,6 +49,15 @@ def test_values_in_rank_order_and_a_group_that_works(local: Local) -> None:
     for *_, tensor, weight, device in values:
         assert torch.allclose(tensor, torch.full((3,), (2 * 1 + 3 * 2) / 6))
         assert (weight, device) == (6.0, "cpu")
+
+
+def test_what_is_loaded_is_there_for_all_workers_and_their_collections_leave_it_out(local: Local) -> None:
+    def program(worker: Worker) -> tuple[bool, int]:
+        return "manyhands.training.worker_main" in sys.modules, gc.get_freeze_count()
+
+    for is_loaded, frozen in local.launch(program, two()):
+        assert is_loaded
+        assert frozen > 100_000  # objects of torch's modules
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import itertools
 import os
@@ -65,6 +66,7 @@ def main(fd: int, leftovers: Sequence[str] = ()) -> None:
     raise_limit_of_descriptors()
     for name in _PRELOAD:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a worker does not go through what was imported, and copies no page of it
     server.serve()
 
 
