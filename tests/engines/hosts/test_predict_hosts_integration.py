@@ -35,6 +35,7 @@ def test_predictions_of_two_hosts_are_one_processes(tmp_path: Path) -> None:
     assert list(found["id"]) == data["id"]
 
 
+@pytest.mark.slow
 def test_a_program_of_another_framework_gives_rows_back(tmp_path: Path) -> None:
     def program(cluster: Cluster) -> int:
         for rows in cluster.rows(7, shuffle=False):

@@ -157,7 +157,7 @@ def visited(delay: int, step: float, turns: int) -> tuple[list[float], dict[int,
     return xs, run.staleness
 
 
-@pytest.mark.parametrize("delay", range(5))
+@pytest.mark.parametrize("delay", [0, 1, 4, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (2, 3))])
 def test_the_limit_of_a_fixed_delay(delay: int) -> None:
     """CASE 10: 1 % below 2·sin(π/(2(2τ+1))) each |x| is smaller than a hundred turns before, 1 % above it is larger.
 
