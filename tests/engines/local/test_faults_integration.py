@@ -108,10 +108,11 @@ def test_faults_at_a_time(local: Local) -> None:
             time.sleep(0.01)
         return longest
 
-    engine = faulty(local, "pause=1@0.1s+0.4")
+    local.launch(lambda worker: None, LaunchSpec(workers=2))  # the server is up: half a second later, so is the program
+    engine = faulty(local, "pause=1@0.5s+0.4")
     values = engine.launch(program, LaunchSpec(workers=2, observer=observer, timeout_s=20))
     assert values[1] >= 0.2
-    assert observer.seen == ["pause=1@0.1s+0.4"]
+    assert observer.seen == ["pause=1@0.5s+0.4"]
 
 
 def test_a_shard_is_killed_at_a_time(local: Local) -> None:
