@@ -14,16 +14,15 @@ import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from driver_script import Script
 
-from manyhands.engines.base import LaunchSpec
-from manyhands.engines.local.engine import Local
-from manyhands.worker import Worker
+from manyhands.engines.local.engine import Local, _Slot
+from manyhands.engines.local.fork_client import Spawner
 
 # Tests start hundreds of interpreters: where bytecode is not kept, each of them compiles the package once more.
 sys.dont_write_bytecode = False
@@ -112,7 +111,8 @@ def local() -> Iterator[Local]:
     engine = Local()
     engine._slot.keep = True
     yield engine
-    engine.close()
+    if (spawner := engine._slot.spawner) is not None:
+        Spawner.close(spawner)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -122,18 +122,24 @@ def warm(local: Local) -> Iterator[list[str]]:
     To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`: while
     it runs, this list is not empty.
     """
-    launch, prestart, cold = Local.launch, Local.prestart, list[str]()
+    take, prestart, cold = _Slot.take, Local.prestart, list[str]()
 
-    def on_warm(self: Local, program: Callable[[Worker], Any], spec: LaunchSpec) -> list[Any]:
-        if cold or self._slot.keep:  # it is warm itself
-            return launch(self, program, spec)
-        other = replace(self)
-        object.__setattr__(other, "_slot", local._slot)
-        return launch(other, program, spec)
+    def lend(self: _Slot) -> Spawner:
+        if cold or self.keep or self.spawner is not None:
+            return take(self)
+        spawner = take(local._slot)
+        spawner.close = partial(give_back, spawner)  # type: ignore[method-assign]
+        return spawner
+
+    def give_back(spawner: Spawner) -> int:
+        if not spawner.alive or local._slot.spawner is not None:
+            return Spawner.close(spawner)
+        local._slot.spawner = spawner
+        return 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Local, "prestart", lambda self: prestart(self) if cold or self._slot.keep else self)
-        patch.setattr(Local, "launch", on_warm)
+        patch.setattr(_Slot, "take", lend)
         yield cold
 
 

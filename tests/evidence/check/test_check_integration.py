@@ -78,6 +78,7 @@ def test_what_only_processes_of_their_own_show_is_never_a_silent_pass(local: Loc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold")
 def test_the_default_starts_processes_of_its_own_and_leaves_none() -> None:
     assert check(planted.task(), steps=2).passed
     assert mh.worker().size == 1
