@@ -3,7 +3,8 @@
     python benchmarks/shards.py --peers PYTHON [--blocks 5]
 
 PYTHON: an interpreter with torch, webdataset, datasets and pyarrow. Every reader gives shuffled batches of tensors to a loop that does
-nothing. One process of two reads half of the files or of each batch, as that library shares rows out. Blocks alternate.
+nothing. One process of two reads half of the files or of each batch, as that library shares rows out. Each has given a batch before,
+so that nothing is imported while it is timed. pyarrow-1 is pyarrow's dataset with use_threads=False. Blocks alternate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import tarfile
 import tempfile
 import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="manyhands-shards-") as folder:
         os.environ["MANYHANDS_CACHE"] = f"{folder}/cache"
         _write(Path(folder), asked.rows)
-        for kind, peers in (("parquet", ("pyarrow", "datasets")), ("tar", ("webdataset", "datasets"))):
+        for kind, peers in (("parquet", ("pyarrow", "pyarrow-1", "datasets")), ("tar", ("webdataset", "datasets"))):
             rates: dict[str, list[float]] = {name: [] for name in ("manyhands", *peers)}
             for _ in range(asked.blocks):
                 for name, found in rates.items():
@@ -108,10 +111,16 @@ def _rate(python: str, name: str, kind: str, folder: str) -> float:
 
 
 def _read(asked: dict) -> None:
-    made = {"manyhands": _manyhands, "pyarrow": _pyarrow, "datasets": _datasets, "webdataset": _webdataset}[
-        asked["name"]
-    ]
+    made = {
+        "manyhands": _manyhands,
+        "pyarrow": _pyarrow,
+        "pyarrow-1": partial(_pyarrow, use_threads=False),
+        "datasets": _datasets,
+        "webdataset": _webdataset,
+    }[asked["name"]]
     open_batches = made(asked["kind"], asked["folder"], asked["rank"])
+    with closing(open_batches()) as batches:
+        next(batches)
     print("ready", flush=True)
     sys.stdin.readline()
     rows = 0
@@ -121,9 +130,6 @@ def _read(asked: dict) -> None:
 
 
 def _manyhands(kind: str, folder: str, rank: int):
-    import fsspec.implementations.local  # noqa: F401 - what the first file would import, as the peers have it by now
-    import pyarrow.parquet  # noqa: F401
-
     import manyhands as mh
     from manyhands.data.feed import Feed
     from manyhands.data.open_source import open_source
@@ -140,15 +146,15 @@ def _files(folder: str, rank: int) -> list[str]:
     return sorted(str(path) for path in Path(folder).iterdir())[rank::PROCESSES]
 
 
-def _pyarrow(kind: str, folder: str, rank: int):
-    import pandas  # noqa: F401 - what pyarrow's first array would import
+def _pyarrow(kind: str, folder: str, rank: int, use_threads: bool = True):
     import pyarrow.dataset as ds
     import torch
 
     def batches():
         """Whole record batches are shuffled among their rows, and cut: what a user of pyarrow.dataset writes."""
         own = np.random.default_rng(0)
-        for batch in ds.dataset(_files(folder, rank), format="parquet").to_batches(batch_size=BATCH * 32):
+        files = ds.dataset(_files(folder, rank), format="parquet")
+        for batch in files.to_batches(batch_size=BATCH * 32, use_threads=use_threads):
             order = own.permutation(batch.num_rows)
             x = torch.from_numpy(batch["x"].flatten().to_numpy(zero_copy_only=False).reshape(-1, 64)[order])
             y = torch.from_numpy(batch["y"].to_numpy(zero_copy_only=False)[order])

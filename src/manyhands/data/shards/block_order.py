@@ -74,7 +74,8 @@ class BlockOrder:
         stop, parts = min(stop, self.total), []
         while start < stop:
             one = self._stretches[int(np.searchsorted(self._firsts, start, side="right")) - 1]
-            parts.append(one.turns(np.array([start - one.first]), min(stop, one.end) - start))
+            positions, counts = one.turns(np.array([start - one.first]), min(stop, one.end) - start)
+            parts.append((positions, np.repeat(one.slots, counts)))
             start = min(stop, one.end)
         if len(parts) == 1:
             return parts[0][0]
@@ -165,15 +166,15 @@ class _Stretch(NamedTuple):
     """Of the first row that each open block gives."""
 
     def turns(self, starts: NDArray[np.int64], rows: int) -> tuple[Positions, NDArray[np.int64]]:
-        """(positions, slots) of so many rows of the stretch from each start on, of each slot by slot: row r is row r // K of slot
-        r % K.
+        """(positions of so many rows of the stretch from each start on, how many each slot gives for each start): slot by slot.
+        Row r is row r // K of slot r % K.
         """
         many = len(self.slots)
         firsts = (starts[:, None] + (many - 1 - np.arange(many))) // many
         counts = ((starts[:, None] + rows + (many - 1 - np.arange(many))) // many - firsts).ravel()
         begins = np.cumsum(counts) - counts
         positions = np.arange(len(starts) * rows) + np.repeat((self.positions + firsts).ravel() - begins, counts)
-        return positions, np.repeat(np.tile(self.slots, len(starts)), counts)
+        return positions, counts
 
 
 def _stretches(

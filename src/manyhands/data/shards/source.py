@@ -9,10 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from manyhands import units
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 LANES = 16
-GROUP_ROWS, GROUP_BYTES = 4096, 4 << 20
+GROUP_ROWS, GROUP_BYTES = 1 << 14, 4 << 20
 """Rows that are gathered at once, and about how many bytes they may be."""
 _FEW = 4  # pieces that are kept beside those in use
 
@@ -420,13 +422,10 @@ def _in_groups(
             own = np.concatenate([np.asarray(pick.own, np.int64) for pick in group])
             rising = np.argsort(own, kind="stable")
             columns = gather(own[rising], rising) if len(own) else {}
-            if decoder.plain:
-                columns = decoder.batch(columns)
-            start = 0
-            for pick in group:
-                stop = start + len(pick.own)
-                yield pick.load(partial(_batch, decoder, columns, start, stop, numbers, key))
-                start = stop
+            sizes = [len(pick.own) for pick in group]
+            parts = _split(decoder.batch(columns) if decoder.plain else columns, sizes)
+            for pick, part in zip(group, parts, strict=True):
+                yield pick.load(partial(_batch, decoder, part, numbers, key))
 
 
 @contextmanager
@@ -451,17 +450,29 @@ def _taken_up_to(picks: Iterator[Pick], rows: int) -> list[Pick]:
     return group
 
 
+def _split(columns: dict[str, Any], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """The columns of neighbouring rows, so many at a time; tensors on the same memory, which are no views of each other to torch."""
+    bounds = [slice(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    parts = [
+        list(map(torch.from_numpy, map(values.numpy().__getitem__, bounds)))
+        if isinstance(values, torch.Tensor)
+        else [values[own] for own in bounds]
+        for values in columns.values()
+    ]
+    if not parts:
+        yield from ({} for _ in sizes)
+    for some in zip(*parts, strict=True):
+        yield dict(zip(columns, some, strict=True))
+
+
 def _batch(
     decoder: RowDecoder,
-    columns: dict[str, Any],
-    start: int,
-    stop: int,
+    part: dict[str, Any],
     numbers: Callable[[Positions], Positions],
     key: tuple[int, int],
     own: Sequence[Any],
 ) -> Any:
-    """The batch of rows [start, stop) of the columns, whose positions are `own`."""
-    part = {name: values[start:stop] for name, values in columns.items()}
+    """The batch of these columns, whose rows have the positions `own`."""
     if decoder.plain:
         return part
     found = numbers(np.asarray(own, np.int64)) if decoder.draws else np.empty(0, np.int64)
