@@ -78,6 +78,22 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         refused(task(data), str(tmp_path / "empty"), "expected", ".parquet")
 
 
+@pytest.mark.parametrize(
+    "names", [("train/0", "test/0"), ("data/train-00000-of-00001", "data/validation-00000-of-00001")]
+)
+def test_a_folder_of_several_splits(names: tuple[str, str], tmp_path: Path) -> None:
+    table = pa.table({name: np.ones(4, np.float32) for name in "aby"})
+    for name in names:
+        (file := tmp_path / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, file)
+    one = names[0].removesuffix("/0").removesuffix("00000-of-00001")
+    for data in (mh.shards(tmp_path), str(tmp_path)):
+        refused(task(data), "train", one)
+    for alone in (f"{tmp_path}/{names[0]}*.parquet", f"{tmp_path}/{one}" + ("*" if one.endswith("-") else "")):
+        assert mh.train(task(mh.shards(alone)), workers=1).rows["total"] == 4
+    assert mh.train(task(mh.shards([f"{tmp_path}/{name}.parquet" for name in names])), workers=1).rows["total"] == 8
+
+
 @pytest.mark.parametrize(("names", "types"), [("aby ab", {}), ("aby aby", {"y": "int64"}), ("ab aby", {})])
 def test_files_of_several_schemas_name_file_and_column(names: str, types: dict[str, str], tmp_path: Path) -> None:
     write(tmp_path / "rows", names, **types)

@@ -22,6 +22,9 @@ _LOGS = {
 }
 """A log that says which files count: the others in its folder were removed, replaced or never committed."""
 
+_SPLIT = re.compile(r"/(train|validation|valid|val|dev|test)(?=/|-\d+-of-\d+\.)")
+"""In the names that Hugging Face and many others give to files: `test/part.parquet`, `test-00000-of-00002.parquet`."""
+
 
 def find(paths: Sequence[str | Path], suffixes: Sequence[str] = tuple(FORMATS), kinds: str = KINDS) -> tuple[str, ...]:
     """The URLs of the files that paths, globs and folders name; those of one glob or folder in the order of their
@@ -31,8 +34,9 @@ def find(paths: Sequence[str | Path], suffixes: Sequence[str] = tuple(FORMATS), 
     FORMATS, those that can be read. kinds: what the error says of them.
 
     Raises BadInput for a path that is not there, a folder without such files, a folder or glob in a table whose log
-    says which files count (Delta, Iceberg, Hudi, the output of a Spark stream), files of another kind, of several
-    kinds, or named twice, and for storage of which the package is not installed.
+    says which files count (Delta, Iceberg, Hudi, the output of a Spark stream), a folder of several splits (train,
+    test), files of another kind, of several kinds, or named twice, and for storage of which the package is not
+    installed.
     """
     files = [file for path in paths for file in _found(str(path), suffixes, kinds)]
     if twice := [file for file, n in Counter(files).items() if n > 1]:
@@ -103,6 +107,17 @@ def _inside(fs: Any, folder: str, suffixes: Sequence[str], kinds: str) -> list[s
     tables = [file for file, name in names.items() if not re.search(r"/[_.]", name) and format_of(file) in suffixes]
     if not tables:
         raise BadInput(f"the folder {folder!r} holds no {' or '.join(suffixes)} file: expected {kinds}")
+    splits: dict[str, str] = {}  # with what names one alone
+    for file in tables:
+        if found := _SPLIT.search(names[file]):
+            end = "" if names[file][found.end()] == "/" else "-*"
+            splits[found[1]] = folder.rstrip("/") + names[file][: found.end()] + end
+    if len(splits) > 1:
+        one = splits.get("train") or min(splits.values())
+        raise BadInput(
+            f"the folder {folder!r} holds {' and '.join(sorted(splits))} files, whose rows would be mixed: name one, such as {one!r}, or list all of "
+            "them"
+        )
     return sorted(tables)
 
 
