@@ -163,11 +163,13 @@ class ShardTable:
             self.counters.add(**{"hits" if was_there else "misses": 1})
             yield from batches
             return
-        if shard.tells_rows and (missing := [name for name in self.types if name not in (there := shard.types())]):
-            raise BadInput(
-                f"{shard.file.url} has no column {missing[0]!r}, which other files have; it has {', '.join(there)}: write all files with the "
-                "same columns, or give columns= that they share"
-            )
+        if shard.tells_rows:
+            there = shard.types()
+            if missing := [name for name in self.types if name not in there]:
+                raise BadInput(
+                    f"{shard.file.url} has no column {missing[0]!r}, which other files have; it has {', '.join(there)}: write all files with the "
+                    "same columns, or give columns= that they share"
+                )
         for block in shard.blocks() if shard.tells_rows else [shard.whole()]:
             yield from self._read(shard, block)
         shard.file.check()

@@ -45,8 +45,9 @@ class Parquet(ShardFile):
     @override
     def read(self, block: Block, names: Sequence[str], start: int = 0) -> Generator[pa.RecordBatch, None, None]:
         self.file.check()
-        if missing := [name for name in names if name not in self.types()]:
-            raise BadInput(f"{self.file.url} has no column {missing[0]!r}; it has {', '.join(self.types())}")
+        there = self.types()
+        if missing := [name for name in names if name not in there]:
+            raise BadInput(f"{self.file.url} has no column {missing[0]!r}; it has {', '.join(there)}")
         stored = self._stored_bytes(block, set(names))
         at, rows = 0, block.piece_rows
         with self._opened(whole=stored <= _WHOLE_BYTES) as file:
