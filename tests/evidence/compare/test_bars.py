@@ -11,9 +11,7 @@ from manyhands.evidence.compare.comparison import Comparison
 
 
 def drawn(draw: Any, made: Comparison) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    figure = draw(made)
-    assert figure is not None
-    found = figure.to_plotly_json()
+    found = draw(made).to_plotly_json()
     return found["data"], found["layout"]
 
 
@@ -60,17 +58,14 @@ def test_of_many_workers_those_from_the_least_to_the_most_compute_are_drawn() ->
     assert [bars.room(variants) for variants in (0, 1, 6, 12, 48)] == [8, 8, 8, 4, 2]
 
 
-def test_sixty_four_workers_fit_into_a_chart() -> None:
+def test_sixty_four_workers_fit_into_a_chart_and_what_is_not_known_is_none() -> None:
     traces, layout = drawn(bars.time_split, comparison(("allreduce", "gossip"), (64,)))
     assert [len(trace["x"]) for trace in traces] == [18] * 4
     assert layout["height"] < 700
-
-
-def test_times_that_are_not_known_are_no_chart() -> None:
     made = comparison(("allreduce",), (2,))
-    assert bars.time_split(replace(made, trials=tuple(replace(one, timing=()) for one in made.trials))) is None
-    zero = replace(made, trials=tuple(replace(one, timing=(times(),)) for one in made.trials))
-    assert bars.time_split(zero) is None
+    for timing in ((), (times(),)):
+        assert bars.time_split(replace(made, trials=tuple(replace(one, timing=timing) for one in made.trials))) is None
+    assert bars.staleness(made) is None  # without a server there is none
 
 
 def test_bytes_are_bars_with_their_size_beside_the_name() -> None:
@@ -110,7 +105,3 @@ def test_a_long_tail_of_staleness_is_binned() -> None:
     assert traces[0]["width"] == pytest.approx(9)
     assert [(x, y) for x, y in zip(traces[0]["x"], traces[0]["y"], strict=True)] == [(4.5, 0.5), (394.5, 0.5)]
     assert "50 % of the pushes are 390–399 versions late" in traces[0]["hovertext"][1]
-
-
-def test_without_a_server_there_is_no_staleness() -> None:
-    assert bars.staleness(comparison(("allreduce",), (2,))) is None

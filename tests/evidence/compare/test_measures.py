@@ -33,51 +33,33 @@ def test_a_recorded_history_as_points() -> None:
     assert [point.rows for point in points] == [20, 36, 56]
     assert [point.seconds for point in points] == pytest.approx([1.5, 2.5, 6.0])
     assert [point.metrics["test_accuracy"] for point in points] == [0.5, 0.9, 0.8]
+    assert measures.curve([RECORDED[i] for i in (2, 0, 1, 5, 3, 4)], VALIDATIONS) == points  # complete in another order
+    (last,) = measures.curve(RECORDED, [(5, {"a": 1.0}), (5, {"a": 2.0})])
+    assert (last.rows, last.metrics) == (56, {"a": 2.0})
 
 
-def test_ticks_that_are_complete_in_another_order_are_put_in_theirs() -> None:
-    assert measures.curve([RECORDED[i] for i in (2, 0, 1, 5, 3, 4)], VALIDATIONS) == measures.curve(
-        RECORDED, VALIDATIONS
-    )
+def losses(*values: float) -> list[Point]:
+    return [Point(rows=10 * i, seconds=float(i), metrics={"loss": loss}) for i, loss in enumerate(values)]
 
 
-def test_of_two_validations_at_the_same_rows_the_last_counts() -> None:
-    (point,) = measures.curve(RECORDED, [(5, {"a": 1.0}), (5, {"a": 2.0})])
-    assert (point.rows, point.metrics) == (56, {"a": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds", "rows"),
-    [
+def test_time_to_target_equals_the_calculation_by_hand() -> None:
+    points = measures.curve(RECORDED, VALIDATIONS)
+    for value, seconds, rows in (
         (0.4, 1.5, 20),  # at the first point already
         (0.5, 1.5, 20),
         (0.6, 1.5 + 1.0 / 4, 20 + 16 / 4),  # a quarter of the way from 0.5 to 0.9
         (0.8, 1.5 + 1.0 * 3 / 4, 20 + 16 * 3 / 4),
         (0.9, 2.5, 36),
-    ],
-)
-def test_time_to_target_equals_the_calculation_by_hand(value: float, seconds: float, rows: float) -> None:
-    assert measures.reached(measures.curve(RECORDED, VALIDATIONS), aim(value)) == pytest.approx((seconds, rows))
-
-
-def test_a_target_that_no_point_reaches_is_none() -> None:
-    points = measures.curve(RECORDED, VALIDATIONS)
-    assert measures.reached(points, aim(0.91)) is None
-    assert measures.reached([], aim(0.1)) is None
-    assert measures.reached(points, aim(0.1, "test_f1")) is None
-
-
-def test_where_less_is_better_the_target_is_reached_from_above() -> None:
-    points = [Point(rows=10 * i, seconds=float(i), metrics={"loss": loss}) for i, loss in enumerate([4.0, 2.0, 3.0])]
-    assert measures.reached(points, aim(2.5, "loss", higher=False)) == pytest.approx((0.75, 7.5))
-    assert measures.reached(points, aim(1.0, "loss", higher=False)) is None
-
-
-def test_behind_a_validation_that_was_not_a_number_there_is_no_line() -> None:
-    losses = [math.nan, 2.0, math.inf, 1.0]
-    points = [Point(rows=10 * i, seconds=float(i), metrics={"loss": loss}) for i, loss in enumerate(losses)]
-    assert measures.reached(points, aim(2.5, "loss", higher=False)) == (1.0, 10.0)
-    assert measures.reached(points, aim(1.5, "loss", higher=False)) == (3.0, 30.0)
+    ):
+        assert measures.reached(points, aim(value)) == pytest.approx((seconds, rows)), value
+    for some, never in ((points, aim(0.91)), ([], aim(0.1)), (points, aim(0.1, "test_f1"))):
+        assert measures.reached(some, never) is None
+    falling = losses(4.0, 2.0, 3.0)
+    assert measures.reached(falling, aim(2.5, "loss", higher=False)) == pytest.approx((0.75, 7.5))
+    assert measures.reached(falling, aim(1.0, "loss", higher=False)) is None
+    broken = losses(math.nan, 2.0, math.inf, 1.0)  # behind what is not a number there is no line
+    assert measures.reached(broken, aim(2.5, "loss", higher=False)) == (1.0, 10.0)
+    assert measures.reached(broken, aim(1.5, "loss", higher=False)) == (3.0, 30.0)
 
 
 def test_a_rate_leaves_out_the_first_ticks_and_their_time() -> None:
@@ -102,46 +84,30 @@ def test_speed_up_is_against_solo_with_one_thread_and_with_all_repeat_by_repeat(
     rates = {
         "solo, 1 thread": [100.0, 200.0],
         "solo, 2 threads": [150.0, 300.0],
-        "allreduce on 2": [300.0, 300.0],  # 3 and 1.5 times one thread
+        "allreduce on 2": [300.0, 300.0],  # 3 and 1.5 times one thread; 2 workers with a thread each
     }
     one, both = math.sqrt(3 * 1.5), math.sqrt(2 * 1)
-    assert speed_ups(found(rates), "allreduce on 2") == pytest.approx(
-        (one, both, one / 2)
-    )  # 2 workers with a thread each
+    assert speed_ups(found(rates), "allreduce on 2") == pytest.approx((one, both, one / 2))
     assert speed_ups(found(rates), "solo, 2 threads") == pytest.approx((1.5, 1.0, 0.75))
-
-
-def test_where_solo_has_one_variant_efficiency_is_over_workers() -> None:
-    made = found({"solo": [10.0], "allreduce on 4": [30.0]})
-    assert speed_ups(made, "allreduce on 4") == pytest.approx((3.0, 0.75))
-
-
-def test_without_any_repeat_in_common_there_is_no_speed_up() -> None:
-    rates = {"solo": [10.0], "allreduce on 2": [None], "gossip on 2": [20.0]}
-    assert speed_ups(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
-
-
-def test_a_variant_that_lacks_a_repeat_has_no_speed_up_of_other_repeats() -> None:
-    rates = {"solo": [10.0, 40.0], "allreduce on 2": [20.0, None]}  # twice the first repeat, and as fast as the mean
-    assert speed_ups(found(rates, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
+    assert speed_ups(found({"solo": [10.0], "allreduce on 4": [30.0]}), "allreduce on 4") == pytest.approx((3.0, 0.75))
+    for lacking in (
+        {"solo": [10.0], "allreduce on 2": [None], "gossip on 2": [20.0]},
+        {"solo": [10.0, 40.0], "allreduce on 2": [20.0, None]},  # twice the first repeat, and as fast as the mean
+    ):
+        assert speed_ups(found(lacking, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
 
 
 def test_the_margin_of_a_metric_is_a_share_of_the_references_mean() -> None:
-    rates = {"solo": [10.0] * 3, "allreduce on 2": [10.0] * 3}
-    comparison = found(rates, {"solo": [0.5, 0.9, 1.0], "allreduce on 2": [0.5, 0.9, 1.0]})
+    metrics = {"solo": [0.5, 0.9, 1.0], "allreduce on 2": [0.5, 0.9, 1.0]}
+    comparison = found({"solo": [10.0] * 3, "allreduce on 2": [10.0] * 3}, metrics)
     difference = comparison.difference("allreduce on 2", "test_accuracy")
-    assert difference is not None
-    assert difference.margin == pytest.approx(0.008)
-    assert difference.outcome == "same"
+    assert (difference.margin, difference.outcome) == (pytest.approx(0.008), "same")
 
 
 def test_the_better_of_solos_variants_is_the_one_to_beat() -> None:
-    slower = found({"solo, 1 thread": [90.0] * 3, "solo, 2 threads": [100.0] * 3})
-    assert measures.better_solo(slower) == "solo, 2 threads"
-    near = found({"solo, 1 thread": [103.0] * 3, "solo, 2 threads": [100.0] * 3})
-    assert measures.better_solo(near) == "solo, 2 threads"
-    faster = found({"solo, 1 thread": [120.0] * 3, "solo, 2 threads": [100.0] * 3})
-    assert measures.better_solo(faster) == "solo, 1 thread"
+    for rate, best in ((90.0, "solo, 2 threads"), (103.0, "solo, 2 threads"), (120.0, "solo, 1 thread")):
+        made = found({"solo, 1 thread": [rate] * 3, "solo, 2 threads": [100.0] * 3})
+        assert measures.better_solo(made) == best, rate
     assert measures.better_solo(found({"solo": [1.0] * 3, "allreduce on 2": [2.0] * 3})) == "solo"
 
 
@@ -166,7 +132,6 @@ def test_a_course_pairs_the_validations_of_repeats() -> None:
         trial("a", 1, curve=curve((10, 3.0, 0.3), (20, 4.0, 0.4))),
     )
     course = measures.course(found, "a", lambda point: point.metrics["m"])
-    assert course is not None
     assert (course.rows, course.seconds) == ((10, 20), (pytest.approx(3**0.5), pytest.approx(8**0.5)))
     assert course.values[0] == Mean(middle=pytest.approx(0.2), low=0.1, high=0.3)
     assert course.values[1] == Mean(middle=0.4, low=0.4, high=0.4, missing=1)
@@ -179,22 +144,13 @@ def test_middles_leave_out_who_lacks_a_repeat() -> None:
     assert measures.middles(found, "target_seconds") == {}
 
 
-def test_the_drawn_metric_is_the_targets_or_the_nearest_kin() -> None:
+def test_metrics_that_are_drawn_and_those_at_the_end() -> None:
     made = comparison()
     assert measures.curve_metric(made) == "test_accuracy"
-    only = tuple(
-        replace(
-            one,
-            curve=tuple(replace(p, metrics={"validation_loss": 1.0, "validation_accuracy": 0.5}) for p in one.curve),
-        )
-        for one in made.trials
-    )
+    kin = (Point(rows=1, seconds=1.0, metrics={"validation_loss": 1.0, "validation_accuracy": 0.5}),)
+    only = tuple(replace(one, curve=kin) for one in made.trials)
     assert measures.curve_metric(replace(made, trials=only)) == "validation_accuracy"
     assert measures.curve_metric(replace(made, trials=())) == ""
-
-
-def test_final_metrics_are_judged_train_and_test_without_repetition() -> None:
-    made = comparison()
     assert measures.final_metrics(made) == ("test_accuracy", "train_accuracy")
     trials = tuple(
         replace(one, metrics=dict.fromkeys(["train_loss", "validation_loss", "test_loss"], 1.0)) for one in made.trials
@@ -204,13 +160,9 @@ def test_final_metrics_are_judged_train_and_test_without_repetition() -> None:
 
 
 def test_a_speed_up_is_of_the_means_and_lies_between_those_of_the_repeats() -> None:
-    found = of_trials(
-        trial("solo", 0, rows_per_s=100.0),
-        trial("solo", 1, rows_per_s=200.0),
-        trial("a", 0, rows_per_s=200.0),
-        trial("a", 1, rows_per_s=1600.0),
-        repeats=2,
-    )
+    rates = {"solo": (100.0, 200.0), "a": (200.0, 1600.0)}
+    trials = [trial(name, i, rows_per_s=rate) for name, both in rates.items() for i, rate in enumerate(both)]
+    found = of_trials(*trials, repeats=2)
     assert measures.speed_up(found, "a", "solo") == Mean(middle=pytest.approx(4.0), low=2.0, high=8.0)
     assert measures.speed_up(replace(found, trials=found.trials[2:]), "a", "solo") is None
 

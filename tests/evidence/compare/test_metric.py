@@ -9,33 +9,23 @@ from manyhands.evidence.compare import metric
 from manyhands.evidence.compare.comparison import Target
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "value", "higher"),
-    [
+def test_targets() -> None:
+    for text, name, value, higher in (
         ("test_accuracy=0.97", "test_accuracy", 0.97, True),
         ("test_loss=1.8", "test_loss", 1.8, False),
         ("test_loss<=1.8", "test_loss", 1.8, False),
         (" validation_reward >= -3e2 ", "validation_reward", -300.0, True),
         ("validation_reward≤9", "validation_reward", 9.0, False),
-    ],
-)
-def test_targets(text: str, name: str, value: float, higher: bool) -> None:
-    assert metric.target_of(text) == Target(metric=name, value=value, higher=higher)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "test_accuracy", "test_accuracy=", "=3", "a=b", "test_accuracy=nan", "a==3", "a<3", "test_loss<=inf"]
-)
-def test_what_is_no_target(text: str) -> None:
-    with pytest.raises(BadInput, match="target must be METRIC=VALUE"):
-        metric.target_of(text)
-
-
-def test_a_name_that_does_not_say_which_way_is_better_needs_a_sign() -> None:
-    with pytest.raises(BadInput, match='write "test_reward>=0.9" or "test_reward<=0.9"'):
-        metric.target_of("test_reward=0.9")
-    with pytest.raises(BadInput, match="train_loss is not measured while a trial runs"):
-        metric.target_of("train_loss<=0.9")
+    ):
+        assert metric.target_of(text) == Target(metric=name, value=value, higher=higher), text
+    wrong = ("", "test_accuracy", "test_accuracy=", "=3", "a=b", "test_accuracy=nan", "a==3", "a<3", "test_loss<=inf")
+    for text, message in (
+        *((text, "target must be METRIC=VALUE") for text in wrong),
+        ("test_reward=0.9", 'write "test_reward>=0.9" or "test_reward<=0.9"'),
+        ("train_loss<=0.9", "train_loss is not measured while a trial runs"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            metric.target_of(text)
 
 
 def task(validation: bool, test: bool) -> mh.Task:
@@ -49,65 +39,44 @@ def task(validation: bool, test: bool) -> mh.Task:
     )
 
 
-@pytest.mark.parametrize(
-    ("validation", "test", "target", "expected"),
-    [
+def test_trials_validate_on_the_rows_of_the_metric() -> None:
+    for validation, test, target, expected in (
         (True, True, None, True),
         (True, False, None, False),
         (False, True, None, True),
         (False, False, None, False),
         (True, True, "validation_loss=1", False),
         (True, True, "test_loss=1", True),
-    ],
-)
-def test_trials_validate_on_the_rows_of_the_metric(
-    validation: bool, test: bool, target: str | None, expected: bool
-) -> None:
-    assert metric.on_test(task(validation, test), metric.target_of(target)) is expected
-
-
-def test_a_target_needs_its_rows() -> None:
+    ):
+        found = metric.on_test(task(validation, test), metric.target_of(target))
+        assert found is expected, (validation, test, target)
     metric.check_data(task(True, False), metric.target_of("validation_loss=1"))
     with pytest.raises(BadInput, match="needs test_data, and the task has none"):
         metric.check_data(task(True, False), metric.target_of("test_loss=1"))
     with pytest.raises(BadInput, match="needs validation_data"):
         metric.check_data(task(False, True), metric.target_of("validation_loss=1"))
-
-
-def test_swapped_rows_come_with_swapped_names() -> None:
     one = task(True, False)
     assert metric.swapped(one).test_data is one.validation_data
     assert metric.swapped(one).validation_data is None
-    assert metric.renamed({"validation_loss": 1.0, "test_loss": 2.0, "train_loss": 3.0}) == {
-        "test_loss": 1.0,
-        "validation_loss": 2.0,
-        "train_loss": 3.0,
-    }
+    renamed = metric.renamed({"validation_loss": 1.0, "test_loss": 2.0, "train_loss": 3.0})
+    assert renamed == {"test_loss": 1.0, "validation_loss": 2.0, "train_loss": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_the_metric_is_the_targets_or_the_one_whose_name_says_most() -> None:
+    for names, expected in (
         (["validation_accuracy", "test_loss", "test_accuracy", "train_loss"], ("test_accuracy", True)),
         (["validation_accuracy", "test_f1", "test_loss"], ("test_loss", False)),
         (["validation_accuracy", "test_reward", "test_f1"], ("test_f1", True)),
         (["validation_loss", "train_accuracy"], ("validation_loss", False)),
         (["train_reward", "train_loss"], ("train_loss", False)),
-    ],
-)
-def test_the_default_metric(names: list[str], expected: tuple[str, bool]) -> None:
-    assert metric.metric_of(names, None) == expected
-
-
-def test_names_that_say_nothing_are_refused_with_what_to_give() -> None:
-    with pytest.raises(BadInput, match='--target "test_reward>=0.9"'):
-        metric.metric_of(["test_reward", "train_reward"], None)
-    with pytest.raises(BadInput, match="returns no metrics"):
-        metric.metric_of([], None)
-
-
-def test_a_target_decides_and_must_be_measured() -> None:
+    ):
+        assert metric.metric_of(names, None) == expected, names
     target = metric.target_of("test_reward>=0.9")
     assert metric.metric_of(["test_reward", "test_loss"], target) == ("test_reward", True)
-    with pytest.raises(BadInput, match="no metric 'test_reward': the task measures test_loss, train_loss"):
-        metric.metric_of(["test_loss", "train_loss"], target)
+    for names, given, message in (
+        (["test_reward", "train_reward"], None, '--target "test_reward>=0.9"'),
+        ([], None, "returns no metrics"),
+        (["test_loss", "train_loss"], target, "no metric 'test_reward': the task measures test_loss, train_loss"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            metric.metric_of(names, given)

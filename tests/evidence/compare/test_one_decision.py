@@ -47,8 +47,7 @@ def comparisons(draw: st.DrawFn) -> Comparison:
     return found(rates, metrics, targets, target=target, failures=dict.fromkeys(failing, "it broke"))
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(comparisons())
 def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> None:
     if all(one.solo for one in made.variants):
@@ -79,20 +78,15 @@ def test_a_ratio_is_the_ratio_of_the_numbers_in_the_table(made: Comparison) -> N
     }
     for name in made.differences:
         difference = made.difference(name, "rows_per_s")
-        assert difference is not None
         assert difference.middle == pytest.approx(means[name] / means[made.reference])
-        speed_up = measures.speed_up(made, name, made.reference)
-        assert speed_up is not None
-        assert speed_up.middle == pytest.approx(difference.middle)
+        assert measures.speed_up(made, name, made.reference).middle == pytest.approx(difference.middle)
         assert measures.middle(made, name, "rows_per_s") == pytest.approx(means[name])
 
 
 def test_a_slow_variant_beside_a_reference_that_varies_says_one_thing_everywhere() -> None:
     """Medians of 206 and 131 rows/s once stood beside a ratio of 1.03x, and a verdict beside another advice."""
     made = found({TWO: [110.0, 206.0, 330.0], "gossip on 2": [130.0, 131.0, 452.0]})
-    speed_up = measures.speed_up(made, "gossip on 2", TWO)
-    assert speed_up is not None
-    ratio = speed_up.middle
+    ratio = measures.speed_up(made, "gossip on 2", TWO).middle
     own, other = ((a * b * c) ** (1 / 3) for a, b, c in ((130, 131, 452), (110, 206, 330)))
     assert ratio == pytest.approx(own / other)
     for page in (text(made), markdown(made)):

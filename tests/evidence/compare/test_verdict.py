@@ -1,185 +1,189 @@
-"""The one sentence, in each case that there is."""
+"""The decision and its sentence, in each case that there is: which variant, which numbers, decided or not."""
+
+import re
+from dataclasses import replace
 
 import pytest
 from by_numbers import SOLOS, Numbers, found
 
-from manyhands.evidence.compare.comparison import Target
+from manyhands.evidence.advise import advise_comparison
+from manyhands.evidence.compare.comparison import Comparison, Target
+from manyhands.evidence.compare.verdict import compared
 
 ONE, TWO = SOLOS
 AIM = Target(metric="test_accuracy", value=0.97, higher=True)
 SLOW: dict[str, Numbers] = {ONE: [55.0, 54.0, 56.0], TWO: [100.0, 101.0, 99.0]}
+NEVER: Numbers = [None] * 3
 
 
-def rates(**more: Numbers) -> dict[str, Numbers]:
-    """Solo's, and those of `strategy_2` on 2 workers."""
-    return {**SLOW, **{name.replace("_", " on "): given for name, given in more.items()}}
+def of(
+    rates: dict[str, Numbers | float],
+    metrics: dict[str, Numbers] | None = None,
+    seconds: dict[str, Numbers | float] | None = None,
+    **more: object,
+) -> Comparison:
+    """Solo's rates and those of NAME on 2 workers: one number stands for three repeats. `seconds` are those to a target."""
+
+    def each(given: dict[str, Numbers | float]) -> dict[str, Numbers]:
+        names = {name: name if name.startswith("solo") else f"{name} on 2" for name in given}
+        return {names[name]: [one] * 3 if isinstance(one, int | float) else one for name, one in given.items()}
+
+    aim = {} if seconds is None else {"target": AIM}
+    return found({**SLOW, **each(rates)}, each(metrics or {}), each(seconds or {}), **aim, **more)  # type: ignore[arg-type]
 
 
-def test_a_faster_one_that_is_as_good_is_taken() -> None:
-    metrics: dict[str, Numbers] = {TWO: [0.982, 0.981, 0.983], "gossip on 2": [0.95, 0.981, 0.99]}
-    comparison = found(rates(gossip_2=[160.0, 165.0, 162.0], allreduce_2=[101.0, 99.0, 100.0]), metrics)
-    assert comparison.verdict.startswith("Take gossip on 2: 1.62× as fast as solo with 2 threads (1.5")
-    assert comparison.verdict.endswith("×), and no difference seen in test_accuracy (0.9737 and 0.9820).")
+def said(made: Comparison, decision: str, words: str) -> None:
+    assert made.decision == decision, made.verdict
+    assert re.search(words, made.verdict), (words, made.verdict)
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ([0.981, 0.982, 0.983], "and the same test_accuracy within 1 % (0.9820 and 0.9800)."),
-        ([0.999, 0.998, 0.997], "and better in test_accuracy (0.9980 and 0.9800)."),
-    ],
-)
-def test_what_is_said_of_its_metric(own: Numbers, words: str) -> None:
-    assert found(rates(gossip_2=[160.0] * 3), {"gossip on 2": own}).verdict.endswith(words)
-
-
-def test_the_fastest_is_taken_of_several() -> None:
-    comparison = found(rates(gossip_2=[150.0] * 3, allreduce_2=[180.0] * 3))
-    assert comparison.verdict.startswith("Take allreduce on 2: 1.8")
-
-
-def test_where_none_is_faster_the_nearest_is_named() -> None:
-    comparison = found(rates(allreduce_2=[97.0, 98.0, 96.0], gossip_2=[80.0] * 3, hogwild_2=[103.0, 90.0, 85.0]))
-    assert comparison.verdict == (
-        "Stay with one process: of 3 others none was significantly faster than solo with 2 threads by more than 5 %; "
-        "the nearest is allreduce on 2, 0.97×. 20 % of its time is exchange."
-    )
-
-
-def test_a_nearest_one_that_may_be_faster_comes_with_its_interval() -> None:
-    comparison = found(rates(allreduce_2=[120.0, 95.0, 110.0]))
-    assert "of 1 other none was significantly faster" in comparison.verdict
-    assert "; the nearest is allreduce on 2, 1.08× (0.7" in comparison.verdict
-
-
-def test_one_that_is_seen_to_be_worth_it_and_may_not_be_is_not_decided() -> None:
-    comparison = found(rates(allreduce_2=[130.0, 95.0, 120.0]))
-    assert comparison.verdict.startswith(
-        "Not decided: allreduce on 2 is 1.14× as fast as solo with 2 threads (0.75× to "
-    )
-    assert comparison.verdict.endswith("more repeats may tell.")
-    assert comparison.decision == "undecided"
+def test_without_a_target_rows_a_second_decide() -> None:
+    equal: Numbers = [0.981, 0.982, 0.983]
+    wide = of({"gossip": [160, 165, 162], "allreduce": [101, 99, 100]}, {TWO: equal, "gossip": [0.95, 0.981, 0.99]})
+    take, stay = "^Take gossip on 2: 1.6", "^Stay with one process: of "
+    for made, decision, words in (
+        (wide, "distribute", rf"{take}2× .*solo with 2 threads \(1.5.*no difference seen .*\(0.9737 and 0.9820\)"),
+        (
+            of({"gossip": 160}, {"gossip": equal}),
+            "distribute",
+            rf"{take}.*same test_accuracy.* 1 % \(0.9820 and 0.9800\)",
+        ),
+        (
+            of({"gossip": 160}, {"gossip": [0.999, 0.998, 0.997]}),
+            "distribute",
+            rf"{take}.*better .*\(0.9980 and 0.9800\)",
+        ),
+        (of({"gossip": 150, "allreduce": 180}), "distribute", "^Take allreduce on 2: 1.8"),
+        (
+            of({"allreduce": [97, 98, 96], "gossip": 80, "hogwild": [103, 90, 85]}),
+            "stay",
+            rf"{stay}3 others none .*2 threads by more than 5 %; .*allreduce on 2, 0.97×\. 20 % .*exchange",
+        ),
+        (of({"allreduce": [120, 95, 110]}), "stay", rf"{stay}1 other none .*allreduce on 2, 1.08× \(0.7"),
+        (of({"allreduce": [130, 95, 120]}), "undecided", r"^Not decided: allreduce on 2 is 1.14× .*\(0.75× to .*more"),
+        (found({TWO: [100.0], "gossip on 2": [200.0]}), "undecided", "1 repeat cannot .* 3 can .*gossip on 2, 2.00×"),
+        (found({TWO: [100.0] * 2, "gossip on 2": [200.0] * 2}), "undecided", "2 repeats cannot"),
+        (found(SLOW), "stay", "solo with 1 thread is 0.55×"),
+        (
+            of({"gossip": 90, "easgd": NEVER}, failures={"easgd on 2": "it broke"}),
+            "stay",
+            r"of 2 others \(1 failed\) none was",
+        ),
+        (of({"easgd": NEVER}, failures={"easgd on 2": "it broke"}), "stay", "process: easgd on 2 failed.$"),
+        (
+            found({"solo": [100.0] * 3, "gossip on 2": [160.0] * 3}, simulated={"seed": "0"}),
+            "distribute",
+            "simulated cluster: take gossip on 2: 1.60×",
+        ),
+    ):
+        said(made, decision, words)
 
 
 def test_a_reference_that_varies_by_half_is_said_and_nothing_is_decided_against_it() -> None:
-    noisy = {TWO: [131.0, 206.0, 240.0], "gossip on 2": [190.0, 131.0, 270.0]}
-    comparison = found(noisy)
-    assert comparison.verdict.startswith("Not decided: gossip on 2 is 1.01×")
-    assert "Solo with 2 threads itself varies from 131 to 240 rows/s" in comparison.verdict
-    assert "idle machine" in comparison.verdict
-    quiet = found(noisy | {TWO: [200.0, 206.0, 240.0]})
-    assert "varies" not in quiet.verdict
+    noisy: dict[str, Numbers] = {TWO: [131.0, 206.0, 240.0], "gossip on 2": [190.0, 131.0, 270.0]}
+    varies = "Solo with 2 threads itself varies from"
+    said(found(noisy), "undecided", f"gossip on 2 is 1.01×.*{varies} 131 to 240 rows/s.*idle machine")
+    assert "varies" not in found(noisy | {TWO: [200.0, 206.0, 240.0]}).verdict
     beaten = found({ONE: [3000.0] * 3, TWO: [118.0, 200.0, 99.0], "gossip on 2": [190.0] * 3})
-    assert "Solo with 2 threads itself varies from 99 to 200 rows/s" in beaten.verdict
+    assert f"{varies} 99 to 200 rows/s" in beaten.verdict
     to_target = found(noisy, {}, {TWO: [4.0, 6.0, 3.0], "gossip on 2": [3.0] * 3}, target=AIM)
-    assert "itself varies from 3 to 6 s to test_accuracy ≥ 0.97" in to_target.verdict
+    assert f"{varies} 3 to 6 s to test_accuracy ≥ 0.97" in to_target.verdict
     virtual = found({"solo": noisy[TWO], "gossip on 2": [90.0] * 3}, simulated={"seed": "0"})
     assert virtual.verdict.endswith("with more --repeats.")
 
 
-def test_a_target_that_one_process_reached_now_and_then_decides_nothing() -> None:
-    targets: dict[str, Numbers] = {TWO: [10.0, None, 10.0], "gossip on 2": [5.0] * 3}
-    comparison = found({TWO: [100.0] * 3, "gossip on 2": [200.0] * 3}, {}, targets, target=AIM)
-    assert "did not reach test_accuracy ≥ 0.97 in 1 of 3 repeats" in comparison.verdict
-    assert comparison.decision == "undecided"
-
-
-def test_one_thread_that_alone_reaches_the_target_is_still_one_process() -> None:
-    never: Numbers = [None] * 3
-    targets = {ONE: [9.0] * 3, TWO: never, "gossip on 2": never}
-    comparison = found(rates(gossip_2=[200.0] * 3), {}, targets, target=AIM)
-    assert comparison.verdict.startswith("Stay with one process, solo, 1 thread: it reached")
-    assert comparison.decision == "stay"
-
-
-def test_a_faster_one_that_loses_is_named_and_not_recommended() -> None:
-    comparison = found(
-        rates(downpour_2=[160.0] * 3, gossip_2=[90.0] * 3), {"downpour on 2": [0.91, 0.90, 0.92], TWO: [0.98] * 3}
-    )
-    assert comparison.verdict == (
-        "Stay with one process: downpour on 2 is 1.60× as fast as solo with 2 threads, but worse in test_accuracy (0.9100 and 0.9800), and "
-        "of the other 1 none was significantly faster than solo with 2 threads by more than 5 %; the nearest is gossip on 2, 0.90×. 20 % of its time is exchange."
-    )
-
-
-def test_beside_the_one_to_take_a_faster_one_that_loses_is_named() -> None:
-    metrics: dict[str, Numbers] = {"downpour on 2": [0.91, 0.90, 0.92]}
-    comparison = found(rates(downpour_2=[160.0] * 3, gossip_2=[120.0] * 3), metrics)
-    assert comparison.verdict.startswith("Take gossip on 2: 1.20×")
-    assert comparison.verdict.endswith(
-        "; downpour on 2 is faster still, 1.60×, but worse in test_accuracy (0.9100 and 0.9800)."
-    )
-
-
-def test_one_process_is_taken_with_the_threads_that_are_better() -> None:
-    comparison = found({ONE: [200.0] * 3, TWO: [100.0] * 3, "allreduce on 2": [150.0] * 3})
-    assert comparison.verdict == (
-        "Stay with one process, with 1 thread: of 1 other none was significantly faster than solo with 1 thread by more than 5 %; "
-        "the nearest is allreduce on 2, 0.75×. 20 % of its time is exchange."
-    )
+def test_one_that_is_faster_and_worse_is_named_and_not_taken() -> None:
+    lossy: dict[str, Numbers] = {"downpour": [0.91, 0.90, 0.92]}
+    made = of({"downpour": 160, "gossip": 90}, {**lossy, TWO: [0.98] * 3})
+    words = r"downpour on 2 is 1.60× .*worse in test_accuracy \(0.9100 and 0.9800\).*other 1 none .*gossip on 2, 0.90×. 20 %"
+    said(made, "stay", words)
+    beside = of({"downpour": 160, "gossip": 120}, lossy)
+    said(beside, "distribute", r"^Take gossip on 2: 1.20×.*; downpour on 2 .*1.60×, .*\(0.9100 and 0.9800\)\.$")
+    threads = found({ONE: [200.0] * 3, TWO: [100.0] * 3, "allreduce on 2": [150.0] * 3})
+    said(threads, "stay", "with 1 thread: of 1 other none .*than solo with 1 thread by .*allreduce on 2, 0.75×")
 
 
 def test_with_a_target_the_time_to_it_decides() -> None:
-    targets: dict[str, Numbers] = {
-        ONE: [20.0] * 3,
-        TWO: [10.0] * 3,
-        "gossip on 2": [12.0] * 3,
-        "downpour on 2": [5.0] * 3,
-    }
-    many = rates(gossip_2=[200.0] * 3, downpour_2=[90.0] * 3)
-    comparison = found(many, {"downpour on 2": [0.971] * 3}, targets, target=AIM)
-    assert comparison.verdict == (
-        "Take downpour on 2: 2.00× as fast to test_accuracy ≥ 0.97 as solo with 2 threads, and the same "
-        "test_accuracy within 1 % (0.9710 and 0.9800)."
-    )
-    slower = found(many, {}, {**targets, "downpour on 2": [10.0] * 3}, target=AIM)
-    assert "faster to test_accuracy ≥ 0.97 than solo with 2 threads" in slower.verdict
-    assert "the nearest is downpour on 2, 1.00×." in slower.verdict
+    solo: dict[str, Numbers | float] = {ONE: 20, TWO: 10}
+    most: dict[str, Numbers | float] = {"gossip": 200, "downpour": 90}
+    worse: dict[str, Numbers] = {"downpour": [0.971] * 3}
+    nobody: dict[str, Numbers | float] = {ONE: NEVER, TWO: NEVER}
+    some: Numbers = [9.0, None, 9.0]
+    for made, decision, words in (
+        (
+            of(most, worse, {**solo, "gossip": 12, "downpour": 5}),
+            "distribute",
+            r"^Take downpour on 2: 2.00× .*≥ 0.97 as solo with 2 threads, .*same .*1 % \(0.9710 and 0.9800\)",
+        ),
+        (
+            of(most, {}, {**solo, "gossip": 12, "downpour": 10}),
+            "stay",
+            "faster to test_accuracy ≥ 0.97 than solo with 2 threads.*downpour on 2, 1.00×",
+        ),
+        (
+            of({"gossip": 90, "easgd": 90}, {}, {**nobody, "gossip": [12.0, 13.0, 14.0], "easgd": some}),
+            "distribute",
+            "^Take gossip on 2: .*≥ 0.97 in all 3 repeats, in 13 s, and solo with 2 threads in none",
+        ),
+        (
+            of({"gossip": 90}, {}, {**nobody, "gossip": NEVER}),
+            "undecided",
+            "2 threads did not reach test_accuracy ≥ 0.97",
+        ),
+        (of({"gossip": 200}, {}, {**solo, "gossip": some}), "stay", "gossip on 2, not there in 1 of 3 repeats"),
+        (of({"gossip": 200}, {}, {**solo, "gossip": NEVER}), "stay", "gossip on 2, which it never reached"),
+        (of({"gossip": 200}, {}, {**solo, TWO: some, "gossip": 5}), "undecided", "did not reach .* in 1 of 3 repeats"),
+        (of({"gossip": 200}, {}, {ONE: 9, TWO: NEVER, "gossip": NEVER}), "stay", "process, solo, 1 thread: it reached"),
+    ):
+        said(made, decision, words)
 
 
-def test_a_target_that_one_process_never_reaches() -> None:
-    never: Numbers = [None] * 3
-    targets: dict[str, Numbers] = {
-        ONE: never,
-        TWO: never,
-        "gossip on 2": [12.0, 13.0, 14.0],
-        "easgd on 2": [9.0, None, 9.0],
-    }
-    some = found(rates(gossip_2=[90.0] * 3, easgd_2=[90.0] * 3), {}, targets, target=AIM)
-    assert some.verdict == (
-        "Take gossip on 2: it reached test_accuracy ≥ 0.97 in all 3 repeats, in 13 s, and solo with 2 threads in none."
-    )
-    none = found(rates(gossip_2=[90.0] * 3), {}, {**targets, "gossip on 2": never}, target=AIM)
-    assert none.verdict.startswith("Not decided: solo with 2 threads did not reach test_accuracy ≥ 0.97")
+# -- what the rules of advice see ---------------------------------------------------------------------------------------
 
 
-def test_a_target_that_a_faster_one_missed_once_does_not_make_it_better() -> None:
-    targets: dict[str, Numbers] = {ONE: [20.0] * 3, TWO: [10.0] * 3, "gossip on 2": [2.0, None, 2.0]}
-    comparison = found(rates(gossip_2=[200.0] * 3), {}, targets, target=AIM)
-    assert "the nearest is gossip on 2, not there in 1 of 3 repeats." in comparison.verdict
-    never = found(rates(gossip_2=[200.0] * 3), {}, {**targets, "gossip on 2": [None] * 3}, target=AIM)
-    assert "the nearest is gossip on 2, which it never reached." in never.verdict
+def test_contestants_are_the_middle_of_their_repeats() -> None:
+    rates: dict[str, Numbers] = {ONE: [50.0] * 3, TWO: [100.0] * 3, "downpour on 2": [150.0, 160.0, 170.0]}
+    made = found({**rates, "easgd on 2": NEVER}, {"downpour on 2": [0.5] * 3}, failures={"easgd on 2": "it broke"})
+    seen = compared(made)
+    assert [one.name for one in seen.contestants] == [ONE, TWO, "downpour on 2"]
+    assert (seen.reference, seen.metric, seen.speed_of) == (TWO, "test_accuracy", "rows/s")
+    assert (seen.base.speed, seen.base.quality) == (None, "")
+    (own,) = seen.several
+    assert own.speed.middle == pytest.approx((1.5 * 1.6 * 1.7) ** (1 / 3))
+    assert (own.speed.outcome, own.quality) == ("better", "worse")
+    run = own.measured
+    assert (run.workers, run.threads_per_worker, run.strategy, run.steps) == (2, 1, "downpour", 10)
+    assert (run.input_s, run.compute_s, run.exchange_s, run.wait_s) == pytest.approx((0.1, 0.6, 0.2, 0.1))
+    assert (run.sent_bytes, run.staleness, run.rows_per_step, run.one_host) == (2_500_000, {0: 9, 2: 21}, 50, True)
+    assert list(run.compute_of_workers_s) == pytest.approx([0.6, 0.6])
 
 
-@pytest.mark.parametrize(("repeats", "words"), [(1, "1 repeat cannot"), (2, "2 repeats cannot")])
-def test_too_few_repeats_decide_nothing(repeats: int, words: str) -> None:
-    comparison = found({TWO: [100.0] * repeats, "gossip on 2": [200.0] * repeats})
-    assert comparison.verdict == (
-        f"Not decided: {words} tell a difference from chance, 3 can (fastest so far: gossip on 2, 2.00× solo with 2 threads)."
-    )
+def test_with_a_target_the_speed_is_of_the_time_to_it_turned_over() -> None:
+    rates: dict[str, Numbers] = {ONE: [100.0] * 3, TWO: [100.0] * 3, "gossip on 2": [100.0] * 3, "agn on 2": [9.0] * 3}
+    seconds = {ONE: [1.0] * 3, TWO: [4.0] * 3, "gossip on 2": [0.5] * 3, "agn on 2": NEVER}
+    made = found(rates, {}, seconds, target=AIM)
+    seen = compared(made)
+    assert seen.speed_of == "time to test_accuracy ≥ 0.97"
+    assert seen.reference == ONE  # it is surely faster than with two, so it is the one to beat
+    speeds = {one.name: one.speed for one in seen.contestants}
+    own = speeds["gossip on 2"]
+    assert (own.middle, own.low, own.high) == pytest.approx((2, 2, 2))
+    assert (own.outcome, speeds["agn on 2"]) == ("better", None)
+    assert (made.decision, made.best) == ("distribute", "gossip on 2")
 
 
-def test_those_that_failed_are_counted() -> None:
-    some = found(rates(gossip_2=[90.0] * 3, easgd_2=[None] * 3), failures={"easgd on 2": "it broke"})
-    assert "of 2 others (1 failed) none was significantly" in some.verdict
-    all_failed = found(rates(easgd_2=[None] * 3), failures={"easgd on 2": "it broke"})
-    assert all_failed.verdict == "Stay with one process: easgd on 2 failed."
-
-
-def test_solo_alone_is_told_as_it_is() -> None:
-    assert found(SLOW).verdict.startswith("Nothing but one process was tried: solo with 1 thread is 0.55× as fast as")
-
-
-def test_virtual_seconds_are_said_to_be_such() -> None:
-    comparison = found({"solo": [100.0] * 3, "gossip on 2": [160.0] * 3}, simulated={"seed": "0"})
-    assert comparison.verdict.startswith("On the simulated cluster: take gossip on 2: 1.60× as fast as solo")
+def test_the_best_that_waits_for_files_is_told_what_would_help() -> None:
+    made = of({"gossip": 150})
+    times = ({"input": 0.6, "compute": 0.4, "exchange": 0.0, "wait": 0.0},) * 2
+    stored = {"stored_bytes": 3e9}
+    for input, remedy in (
+        ({"hits": 0, "misses": 0, **stored}, 'cache="12.0GB"'),
+        ({"hits": 90, "misses": 10, **stored}, "has the blocks already"),
+        ({}, "--loader-processes"),
+    ):
+        trials = (replace(one, timing=times, input=input) if "gossip" in one.variant else one for one in made.trials)
+        seen = compared(replace(made, trials=tuple(trials)))
+        assert seen.several[0].measured.input == input
+        (advice,) = (one for one in advise_comparison(seen) if one.kind == "input-bound")
+        assert advice.text.startswith("gossip on 2: input-bound: 60 %")
+        assert remedy in advice.text
