@@ -43,7 +43,7 @@ class BackwardWatcher(Protocol):
 _watchers: list[tuple[weakref.ref[Any], int]] = []  # (watcher, its thread), the newest last
 _behind: Any = torch.autograd.backward  # what `_backward` calls: torch's own, or engine sim's
 _installed = False  # `_backward` is called where torch.autograd.backward is, maybe by another one that stands before it
-_changing = threading.Lock()
+_changing = threading.RLock()  # reentrant: the garbage collector may call `_forget` within `watch`
 
 
 def watch(watcher: BackwardWatcher) -> None:
