@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,23 @@ from manyhands.recording.recorder import Recorder
 
 START = Event(type="start", values={"total_steps": 2, "batch_size": 8})
 END = Event(type="end", step=2, values={"metrics": {"test_loss": 0.125}, "seconds": 1.0})
-ROW = {
-    "loss": 0.5,
-    "rate": 0.1,
-    "input_s": 0.0,
-    "compute_s": 0.1,
-    "exchange_s": 0.0,
-    "wait_s": 0.0,
-    "bytes": 8,
-    "rows": 8,
-}
+ROW = dict.fromkeys(("input_s", "exchange_s", "wait_s"), 0.0)
+ROW |= {"loss": 0.5, "rate": 0.1, "compute_s": 0.1, "bytes": 8, "rows": 8}
 
 
 def step(number: int, **values: Any) -> Event:
     return Event(type="step", step=number, values=ROW | values)
 
 
+def validation(number: int, value: float, **values: Any) -> Event:
+    return Event(type="validation", step=number, values={"metrics": {"validation_loss": value}, **values})
+
+
 def whole_run(tracker: Tracker, end: Event = END) -> None:
     tracker.on_start(START)
     tracker.on_step(step(1))
     tracker.on_step(step(2, loss=None))
-    tracker.on_validation(Event(type="validation", step=2, values={"metrics": {"validation_loss": 0.25}}))
+    tracker.on_validation(validation(2, 0.25))
     tracker.on_end(end)
 
 
@@ -46,15 +43,13 @@ class Recording(Tracker):
     """Keeps what it gets; waits or fails where it is told to."""
 
     _library, _install = "json", "json"
+    gate: threading.Event | None = None
+    fails: BaseException | None = None
+    cannot_open: BaseException | None = None
 
-    def __init__(
-        self,
-        gate: threading.Event | None = None,
-        fails: BaseException | None = None,
-        cannot_open: BaseException | None = None,
-    ) -> None:
+    def __init__(self, **told: Any) -> None:
         super().__init__()
-        self.gate, self.fails, self.cannot_open = gate, fails, cannot_open
+        vars(self).update(told)
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.end = ""
 
@@ -107,11 +102,7 @@ def test_a_tracker_that_never_goes_back_takes_all_of_an_asynchronous_run() -> No
             recorder.event(event)
         for event in (slice_of(1, 3, 2, 1), slice_of(1, 4, 2, 0, loss=0.75)):
             recorder.event(event)
-        recorder.answer(
-            Event(
-                type="validation", rank=0, tick=2, step=3, values={"metrics": {"validation_loss": 0.25}, "best": True}
-            )
-        )
+        recorder.answer(replace(validation(3, 0.25, best=True), rank=0, tick=2))
         recorder.event(slice_of(0, 2, 1, 0, loss=0.25))
         recorder.event(slice_of(1, 5, 3, 1))
         recorder.event(slice_of(0, 3, 3, 0))
@@ -124,8 +115,8 @@ def test_a_validation_whose_step_never_comes_is_sent_at_the_end() -> None:
     tracker = NeverBack()
     tracker.on_start(START)
     tracker.on_step(step(1))
-    tracker.on_validation(Event(type="validation", step=5, values={"metrics": {"validation_loss": 0.25}}))
-    tracker.on_end(Event(type="end", step=1, values={"metrics": {"test_loss": 0.125}}))
+    tracker.on_validation(validation(5, 0.25))
+    tracker.on_end(replace(END, step=1))
     assert [number for number, _ in tracker.rows] == [1, 5, 5]
 
 
@@ -135,11 +126,9 @@ def test_each_validation_is_sent_once_and_the_best_under_names_of_its_own() -> N
     tracker.on_start(START)
     for number, value in enumerate([0.5, 0.25, 0.75], start=1):
         tracker.on_step(step(number))
-        found = {"metrics": {"validation_loss": value}, "best": value < 0.75}
-        tracker.on_validation(Event(type="validation", step=number, values=found))
+        tracker.on_validation(validation(number, value, best=value < 0.75))
     tracker.on_end(Event(type="end", step=3, values={"metrics": {"validation_loss": 0.25, "test_loss": 0.125}}))
-    sent = [(number, row) for number, row in tracker.rows if "loss" not in row]
-    assert sent == [
+    assert [(number, row) for number, row in tracker.rows if "loss" not in row] == [
         (1, {"validation_loss": 0.5, "best_validation_loss": 0.5}),
         (2, {"validation_loss": 0.25, "best_validation_loss": 0.25}),
         (3, {"validation_loss": 0.75}),
@@ -147,10 +136,28 @@ def test_each_validation_is_sent_once_and_the_best_under_names_of_its_own() -> N
     ]
 
 
+def test_what_a_restarted_run_makes_again_is_sent_once() -> None:
+    tracker = Recording()
+    tracker.on_start(START)
+    restart = Event(type="change", step=1, values={"kind": "restart", "message": "again"})
+    for number in (1, 2, 3, restart, 2, 3, 4):
+        if isinstance(number, Event):
+            tracker.on_notice(number)
+            continue
+        tracker.on_step(step(number))
+        if number == 2:
+            tracker.on_validation(validation(2, 0.25))
+    tracker.on_validation(validation(4, 0.125))
+    tracker.on_end(Event(type="end", step=4, values={"metrics": {}}))
+    rows = [(number, row.get("validation_loss")) for number, row in tracker.rows[:-1]]
+    assert rows == [(1, None), (2, None), (2, 0.25), (3, None), (4, None), (4, 0.125)]
+
+
 def test_a_failed_run_is_reported_as_failed() -> None:
     tracker = Recording()
     whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))
     assert tracker.end == "failed"
+    Recording().on_end(END)  # of a run that never began
 
 
 def test_a_slow_tracker_drops_rows_and_counts_them(
@@ -158,7 +165,7 @@ def test_a_slow_tracker_drops_rows_and_counts_them(
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE", 3)
     gate = threading.Event()
-    tracker = Recording(gate)
+    tracker = Recording(gate=gate)
     tracker.on_start(START)
     for number in range(100):
         tracker.on_step(step(number))
@@ -174,7 +181,7 @@ def test_a_tracker_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(trackers, "CLOSING_S", 0.05)
     gate = threading.Event()
     with caplog.at_level(logging.WARNING):
-        whole_run(Recording(gate))
+        whole_run(Recording(gate=gate))
     gate.set()
     assert "Recording was still sending" in caplog.text
 
@@ -216,20 +223,11 @@ def test_a_tracker_that_is_never_opened_ends_the_run_too(monkeypatch: pytest.Mon
     assert tracker.rows == []
 
 
-def test_a_run_that_never_began_needs_no_end() -> None:
-    Recording().on_end(END)
-
-
-@pytest.mark.parametrize(
-    ("make", "package"),
-    [(MLflow, r'"manyhands\[mlflow\]"'), (WandB, "wandb"), (lambda: TensorBoard("d"), "tensorboard")],
-)
-def test_a_missing_library_is_an_error_at_construction(
-    make: Any, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_an_error_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=f"pip install {package}"):
-        make()
+    for make, package in ((MLflow, r'"manyhands\[mlflow\]"'), (WandB, "wandb"), (TensorBoard, "tensorboard")):
+        with pytest.raises(BadInput, match=f"pip install {package}"):
+            make("name")  # type: ignore[operator]
 
 
 def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
@@ -323,29 +321,3 @@ def test_tensorboard_writes_files_that_its_reader_reads(tmp_path: Path) -> None:
     read.Reload()
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss")] == [(1, 0.5)]
     assert read.Scalars("test_loss")[0].value == 0.125
-
-
-def test_what_a_restarted_run_makes_again_is_sent_once() -> None:
-    tracker = Recording()
-    tracker.on_start(START)
-    validation = Event(type="validation", step=2, values={"metrics": {"validation_loss": 0.25}})
-    later = Event(type="validation", step=4, values={"metrics": {"validation_loss": 0.125}})
-    for number in (1, 2, 3):
-        tracker.on_step(step(number))
-        if number == 2:
-            tracker.on_validation(validation)
-    tracker.on_notice(Event(type="change", step=1, values={"kind": "restart", "message": "again"}))
-    for number in (2, 3, 4):
-        tracker.on_step(step(number))
-        if number == 2:
-            tracker.on_validation(validation)
-    tracker.on_validation(later)
-    tracker.on_end(Event(type="end", step=4, values={"metrics": {}, "seconds": 1.0}))
-    assert [(number, "validation_loss" in values) for number, values in tracker.rows[:-1]] == [
-        (1, False),
-        (2, False),
-        (2, True),
-        (3, False),
-        (4, False),
-        (4, True),
-    ]
