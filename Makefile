@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint docs bench results wheel clean
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --max-worker-restart 0 --durations 20 --durations-min 1
+
+.PHONY: demo test test-slow test-all test-nightly test-changed lint docs bench results wheel clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "manyhands needs Python 3.11 or newer, this is " + sys.version + "; say which: make PYTHON=python3.12 demo"'
@@ -25,15 +27,24 @@ demo: .venv/installed  ## train the digits task alone and on two workers, then c
 	@echo '$$ manyhands compare digits --epochs 5 --validations 10'
 	@$(BIN)/manyhands compare digits --epochs 5 --validations 10
 
-test: lint  ## format, lint, types, layers, and all tests but the slow ones
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --max-worker-restart 0
+test: lint  ## format, lint, types, layers, and the fast tests
+	$(PYTEST)
 
-test-all: test  ## the slow tests, too
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --max-worker-restart 0 -m slow
+test-slow: .venv/installed-dev  ## the slow tests alone
+	$(PYTEST) -m slow
+
+test-all: test test-slow  ## what continuous integration runs
+
+test-nightly: .venv/installed-dev  ## searches over many schedules and inputs, and what needs minutes, GPUs, containers or a release
+	$(PYTEST) -m nightly --fuzz 1000000
+	$(PYTEST) -k fuzzed --fuzz 100000
+
+test-changed: .venv/installed-dev  ## the fast tests of what differs from the last commit (BASE=COMMIT: from that one)
+	tests=$$($(BIN)/python tools/changed_tests.py $(BASE)) && $(PYTEST) $$tests
 
 lint: .venv/installed-dev  ## format, lint, types, layers
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples tools
+	$(BIN)/ruff check src tests benchmarks examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -102,10 +102,12 @@ def test_a_workflow_runs_targets_that_exist_with_few_rights_and_within_a_time(wo
         if "uses" in job:  # another workflow, whose jobs have their own
             assert (ROOT / job["uses"]).exists()
             continue
-        assert job["timeout-minutes"] <= 60
+        assert job["timeout-minutes"] <= (300 if workflow == "nightly" else 60)
         assert job.get("permissions", {}) == ({"id-token": "write"} if name == "publish" else {})
 
 
 def test_continuous_integration_lints_tests_documents_and_builds() -> None:
     run = [(job, step["run"]) for job, step in steps("ci") if "run" in step]
-    assert run == [("lint", "make lint"), ("test", "make test"), ("docs", "make docs"), ("wheel", "make wheel")]
+    made = {"lint": "lint", "test": "test", "slow": "test-slow", "docs": "docs", "wheel": "wheel"}
+    assert run == [(job, f"make {target}") for job, target in made.items()]
+    assert [step["run"] for _, step in steps("nightly") if "run" in step] == ["make test-nightly"]
