@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from manyhands.engines import cluster as module
-from manyhands.engines.base import Engine
 from manyhands.engines.cluster import NAMES, Cluster, HandedOut, Member, met, variables
 from manyhands.engines.nested import Nested
 from manyhands.engines.roles import ROLES, Roles
@@ -36,25 +35,21 @@ def cluster_of(counts: dict[str, int], role: str, index: int) -> Cluster:
     return Cluster(role=role, index=index, addresses=addresses)
 
 
-def dealt(drop_remainder: bool) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """[trainer] the batches of two epochs of 22 rows, four rows a batch."""
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_rows_go_to_those_who_train(drop_remainder: bool) -> None:
+    """Every row once an epoch; or whole batches alone, and equally many. 22 rows, 4 a batch, two epochs."""
     counts = {"chief": 1, "worker": 2, "ps": 1, "evaluator": 0}
     numbers = np.arange(22)
-    found = []
+    dealt = []
     for role, index in (("chief", 0), ("worker", 0), ("worker", 1)):
         cluster = replace(cluster_of(counts, role, index), data=(numbers * 2.0, numbers))
-        found.append(list(cluster.rows(4, epochs=2, drop_remainder=drop_remainder)))
-    return found
-
-
-def test_every_row_once_an_epoch_to_those_who_train() -> None:
-    batches = [batch for trainer in dealt(drop_remainder=False) for batch in trainer]
+        dealt.append(list(cluster.rows(4, epochs=2, drop_remainder=drop_remainder)))
+    if drop_remainder:
+        assert [[len(label) for _, label in trainer] for trainer in dealt] == [[4, 4]] * 3
+        return
+    batches = [batch for trainer in dealt for batch in trainer]
     assert Counter(int(n) for _, label in batches for n in label) == Counter(dict.fromkeys(range(22), 2))
     assert all(type(x) is np.ndarray and (x == 2 * label).all() for x, label in batches)
-
-
-def test_whole_batches_alone_and_equally_many() -> None:
-    assert [[len(label) for _, label in trainer] for trainer in dealt(drop_remainder=True)] == [[4, 4]] * 3
 
 
 def test_rows_for_nobody() -> None:
@@ -94,20 +89,18 @@ def test_answers_are_of_the_newest_pass() -> None:
     assert handed.answer(5) == [(4, 0, 5, True)]
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))
-def test_variables_of_every_process_of_every_cluster(counts: dict[str, int]) -> None:
-    spec = {r: [f"{r}:{7000 + i}" for i in range(counts[r])] for r in ("chief", "worker", "ps") if counts[r]}
-    first, size = ("chief" if counts["chief"] else "worker"), counts["chief"] + counts["worker"]
-    for role, count in counts.items():
-        for index in range(count):
-            found = variables(cluster_of(counts, role, index), local_rank=5, local_size=6)
+def test_variables_of_every_process_of_every_cluster_of_which_one_is_the_chief() -> None:
+    for counts in COUNTS:
+        spec = {r: [f"{r}:{7000 + i}" for i in range(counts[r])] for r in ("chief", "worker", "ps") if counts[r]}
+        first, size, chiefs = ("chief" if counts["chief"] else "worker"), counts["chief"] + counts["worker"], []
+        for role, index in ((role, index) for role, count in counts.items() for index in range(count)):
+            cluster = cluster_of(counts, role, index)
+            chiefs += [(role, index)] if cluster.is_chief else []
+            found = variables(cluster, local_rank=5, local_size=6)
             config = json.loads(found.pop("TF_CONFIG"))
-            assert config == {"cluster": spec, "task": {"type": role, "index": index}}
-            if role in ("ps", "evaluator"):
-                assert found == {}
-                continue
+            assert config == {"cluster": spec, "task": {"type": role, "index": index}}, counts
             rank = str(index + (counts["chief"] if role == "worker" else 0))
-            assert found == {
+            expected = {
                 "MASTER_ADDR": first,
                 "MASTER_PORT": "7000",
                 "RANK": rank,
@@ -118,13 +111,8 @@ def test_variables_of_every_process_of_every_cluster(counts: dict[str, int]) -> 
                 "JAX_NUM_PROCESSES": str(size),
                 "JAX_PROCESS_ID": rank,
             }
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "".join(map(str, counts.values())))
-def test_one_is_the_chief(counts: dict[str, int]) -> None:
-    places = [(role, index) for role, count in counts.items() for index in range(count)]
-    chiefs = [place for place in places if cluster_of(counts, *place).is_chief]
-    assert chiefs == [("chief", 0) if counts["chief"] else ("worker", 0)]
+            assert found == ({} if role in ("ps", "evaluator") else expected), (counts, role, index)
+        assert chiefs == [(first, 0)], counts
 
 
 def test_a_host_of_six_has_brackets_where_a_port_follows() -> None:
@@ -207,7 +195,7 @@ def test_the_environment_is_the_callers_again(monkeypatch: pytest.MonkeyPatch) -
         assert [name for name in NAMES if name in os.environ] == ["TF_CONFIG"]
 
 
-@pytest.mark.parametrize("engine", [Sim(), Torchrun(), Nested(worker=Worker())])
-def test_engines_that_start_no_process(engine: Engine) -> None:
-    with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts or spark"):
-        engine.run(print, workers=1)
+def test_engines_that_start_no_process() -> None:
+    for engine in (Sim(), Torchrun(), Nested(worker=Worker())):
+        with pytest.raises(Unsupported, match=f"engine {engine.name} starts no processes.*local, hosts or spark"):
+            engine.run(print, workers=1)

@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,11 +24,10 @@ from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, WorkerFailed
 
-SOON_S = 60.0  # of the 100 for which the others would wait
-
 
 def forever() -> None:
-    threading.Event().wait(100)
+    """Longer than a test may take: who is not ended fails it."""
+    threading.Event().wait(1000)
 
 
 def serving(cluster: Cluster) -> socket.socket:
@@ -65,12 +65,10 @@ def ddp(cluster: Cluster, rows: int) -> tuple[int, float, list[float]]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "roles"), [(2, {}), (1, {"chief": 1})])
-def test_a_ddp_program_runs_unchanged(local: Local, workers: int, roles: dict[str, int]) -> None:
-    found = local.run(ddp, 4, workers=workers, roles=roles)
+def test_a_ddp_program_runs_unchanged(local: Local) -> None:
+    found = local.run(ddp, 4, workers=1, roles={"chief": 1})
     mean = torch.arange(8.0).view(4, 2).mean(0).tolist()
-    assert [value for values in found.values() for value in values] == [(0, 3.0, mean), (1, 3.0, mean)]
-    assert list(found) == [*roles, "worker"]
+    assert found == {"chief": [(0, 3.0, mean)], "worker": [(1, 3.0, mean)]}
 
 
 @pytest.mark.slow
@@ -110,18 +108,19 @@ def dies(cluster: Cluster, role: str, index: int) -> None:
     forever()
 
 
-@pytest.mark.parametrize(("role", "index"), [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)])
 @pytest.mark.parametrize(
-    ("function", "words"),
-    [(raises, r"failed in phase user.*KeyError: 'of the user'\n\nTraceback"), (dies, "was killed by signal 9")],
+    ("function", "role", "index", "words"),
+    [
+        (raises, "worker", 1, r"failed in phase user.*KeyError: 'of the user'\n\nTraceback"),
+        (dies, "evaluator", 0, "was killed by signal 9"),
+    ],
 )
 def test_what_ends_one_ends_all_under_its_roles_name(
-    local: Local, function: Any, words: str, role: str, index: int
+    local: Local, function: Any, role: str, index: int, words: str
 ) -> None:
-    began = time.monotonic()
+    """Also one for whose return nobody waits."""
     with pytest.raises(WorkerFailed, match=rf"^{role} {index} on \S+ {words}"):
-        local.run(function, role, index, workers=2, roles={"chief": 1, "ps": 1, "evaluator": 1})
-    assert time.monotonic() - began < SOON_S
+        local.run(function, role, index, workers=2, roles={"chief": 1, "evaluator": 1})
 
 
 def test_bad_input_says_whose_it_is(local: Local) -> None:
@@ -142,10 +141,7 @@ def test_one_process_alone_is_the_callers(local: Local) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_tensorboard_beside_the_chief(
-    local: Local, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensorboard_beside_the_chief(local: Local, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
 
     def boards() -> list[int]:
@@ -154,12 +150,13 @@ def test_tensorboard_beside_the_chief(
         return [int(pid) for pid, line in lines.items() if all(word.encode() in line for word in wanted)]
 
     with caplog.at_level(logging.WARNING, "manyhands"):
-        found = local.run(lambda cluster: cluster.is_chief and boards(), workers=workers, tensorboard=str(tmp_path))
+        found = local.run(lambda cluster: cluster.is_chief and boards(), workers=2, tensorboard=str(tmp_path))
     assert [len(value) for value in found["worker"] if value] == [1]
     assert re.fullmatch(r"TensorBoard: http://127\.0\.0\.1:\d+/", "\n".join(caplog.messages))
     assert boards() == []
 
 
+@pytest.mark.slow
 def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from manyhands.engines.cluster import shown
@@ -171,7 +168,9 @@ def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_host_has_its_own_addresses_and_gives_rows_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two hosts, both this one, by two of its addresses."""
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
     engine, joined = Hosts(local_workers=1), []
@@ -187,11 +186,14 @@ def test_addresses_of_a_joined_host_are_its_own(tmp_path: Path, monkeypatch: pyt
     def program(cluster: Any) -> Any:  # by value: the joined host does not have this file
         if cluster.role == "ps":
             threading.Event().wait(100)
+        for rows in cluster.rows(7, shuffle=False):
+            cluster.emit(rows * 2)
         hosts = [cluster.addresses[role][0].rpartition(":")[0] for role in ("worker", "ps")]
         return hosts, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 
     try:
-        found = engine.run(program, workers=2, roles={"ps": 1})
+        found = engine.run(program, workers=2, roles={"ps": 1}, rows=np.arange(50.0))
+        assert np.array_equal(found.pop("rows"), np.arange(50.0) * 2)
         hosts = ["127.0.0.1", "127.0.0.2"]
         assert found == {"worker": [(hosts, ["0", "0", "1"]), (hosts, ["1", "0", "1"])], "ps": [None]}
         assert joined[0].wait(30) == 0

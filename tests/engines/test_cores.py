@@ -20,51 +20,44 @@ def fake(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_affinity_without_control_groups(tmp_path: Path) -> None:
-    assert cores.usable_cores(tmp_path) == 8
+TWO, IN = "0::/a/b\n", "sys/fs/cgroup"
+QUOTAS: list[tuple[str, str, dict[str, str], int]] = [
+    ("affinity alone", "", {}, 8),
+    ("no limit", TWO, {f"{IN}/a/b/cpu.max": "max 100000"}, 8),
+    ("two", TWO, {f"{IN}/a/b/cpu.max": "200000 100000"}, 2),
+    ("one and a half", TWO, {f"{IN}/a/b/cpu.max": "150000 100000"}, 1),
+    ("a half", TWO, {f"{IN}/a/b/cpu.max": "50000 100000"}, 1),
+    (
+        "the smallest above",
+        TWO,
+        {f"{IN}/a/b/cpu.max": "600000 100000", f"{IN}/a/cpu.max": "300000 100000", f"{IN}/cpu.max": "max 100000"},
+        3,
+    ),
+    ("a container's, at the mount", "0::/docker/not-visible-here\n", {f"{IN}/cpu.max": "400000 100000"}, 4),
+    (
+        "version 1",
+        "4:memory:/x\n3:cpu,cpuacct:/x\n",
+        {
+            f"{IN}/cpu/x/cpu.cfs_quota_us": "250000",
+            f"{IN}/cpu/x/cpu.cfs_period_us": "50000",
+            f"{IN}/cpu/cpu.cfs_quota_us": "-1",
+            f"{IN}/cpu/cpu.cfs_period_us": "100000",
+        },
+        5,
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1)]
-)
-def test_quota_of_version_2(tmp_path: Path, quota: str, expected: int) -> None:
-    files = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": quota}
-    assert cores.usable_cores(fake(tmp_path, files)) == expected
-
-
-def test_the_smallest_quota_above_counts(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/a/b/cpu.max": "600000 100000",
-        "sys/fs/cgroup/a/cpu.max": "300000 100000",
-        "sys/fs/cgroup/cpu.max": "max 100000",
-    }
-    assert cores.usable_cores(fake(tmp_path, files)) == 3
-
-
-def test_a_container_sees_its_quota_at_the_mount(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/docker/not-visible-here\n", "sys/fs/cgroup/cpu.max": "400000 100000"}
-    assert cores.usable_cores(fake(tmp_path, files)) == 4
-
-
-def test_quota_of_version_1(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
-        "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "250000",
-        "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "50000",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-    }
-    assert cores.usable_cores(fake(tmp_path, files)) == 5
+def test_a_quota_limits_the_usable_cores(tmp_path: Path) -> None:
+    for name, group, files, expected in QUOTAS:
+        root = fake(tmp_path / name, {"proc/self/cgroup": group, **files} if group else {})
+        assert cores.usable_cores(root) == expected, name
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 8)
     assert [cores.threads_per_worker(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
     assert cores.threads_per_worker(2, wanted=3) == 3
-
-
-# -- what several workers share ----------------------------------------------------------------------------------------
 
 
 def output(
@@ -80,11 +73,8 @@ def test_workers_of_one_machine_share_its_cores_whatever_their_hosts_are_called(
         {"host": "alpha, beta", "workers": 3, "threads": 9, "cores": 8},
         {"host": "gamma", "workers": 1, "threads": 8, "cores": 8},
     ]
-
-
-def test_workers_that_are_pinned_apart_share_nothing() -> None:
-    assert cores.shared([output(1, cores="1"), output(1, cores="2")])[0]["cores"] == 2
-    assert cores.shared([output(1, cores="1"), output(1, cores="1")])[0]["cores"] == 1
+    pinned = [cores.shared([output(1, cores="1"), output(1, cores=mask)])[0]["cores"] for mask in ("2", "1")]
+    assert pinned == [2, 1]  # apart they share nothing
 
 
 def test_a_quota_is_shared_by_those_in_its_group_alone() -> None:
@@ -96,11 +86,7 @@ def test_a_quota_is_shared_by_those_in_its_group_alone() -> None:
 
 
 def test_a_report_is_of_this_process(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/a\n",
-        "sys/fs/cgroup/a/cpu.max": "150000 100000",
-        "proc/sys/kernel/random/boot_id": "b",
-    }
+    files = {"proc/self/cgroup": "0::/a\n", f"{IN}/a/cpu.max": "150000 100000", "proc/sys/kernel/random/boot_id": "b"}
     own = cores.report(3, fake(tmp_path, files))
     assert (own["threads"], own["cores"], own["quota"], own["machine"]) == (3, "ff", 1.5, "b")
     assert cores.shared([own]) == [

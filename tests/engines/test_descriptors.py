@@ -21,29 +21,19 @@ class Limits:
         self.history.append(pair[0])
 
 
-def test_enough_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = Limits(monkeypatch, 1024, 4096)
+def test_the_limit_is_raised_where_it_must_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = Limits(monkeypatch, 1024, 4096)
     with descriptors.room_for_descriptors(4):
-        assert system.history == [1024]
-
-
-def test_raised_within_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = Limits(monkeypatch, 1024, 4096)
+        assert enough.history == [1024]
     with descriptors.room_for_descriptors(2000):
-        assert 2064 <= system.now[0] <= 4096
-    assert system.now == (1024, 4096)
-
-
-def test_too_low_a_hard_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert 2064 <= enough.now[0] <= 4096
+    assert enough.now == (1024, 4096)
+    none = Limits(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    with descriptors.room_for_descriptors(2000):
+        assert len(none.history) == 1
     Limits(monkeypatch, 1024, 1024)
     with pytest.raises(BadInput, match="the limit is 1024: raise it"), descriptors.room_for_descriptors(2000):
         pass
-
-
-def test_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = Limits(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with descriptors.room_for_descriptors(2000):
-        assert len(system.history) == 1
 
 
 def test_a_process_of_ours_takes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

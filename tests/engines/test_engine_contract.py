@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from by_hand import Point
+from refused_cases import all_refused
 from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.engines import capabilities_of
-from manyhands.engines.base import Capabilities, Engine, LaunchSpec
+from manyhands.engines.base import Capabilities, Engine, LaunchSpec, check_counts
 from manyhands.errors import Unsupported
+from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -41,19 +43,19 @@ TASK = mh.Task(
 )
 
 
-@pytest.mark.parametrize(
-    "strategy", ["allreduce", "local-sgd:period=2", "diloco:period=3", "gossip", "easgd:via=group"]
-)
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco:period=3", "gossip"])
 def test_it_trains_what_the_simulated_one_does(strategy: str) -> None:
     ours, theirs = (mh.train(TASK, strategy=strategy, engine=e, workers=3) for e in (Threads(), "sim"))
     assert (ours.parameters - theirs.parameters).abs().max() < 1e-12
     assert ours.rows["total"] == 100
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "easgd", "hogwild"])
-def test_what_it_cannot_is_refused_by_its_capabilities(strategy: str) -> None:
-    with pytest.raises(Unsupported, match="engine threads does not support that"):
-        mh.train(TASK, strategy=strategy, engine=Threads(), workers=2)
+def test_what_it_cannot_is_refused_by_its_capabilities() -> None:
+    all_refused(
+        lambda strategy: mh.train(TASK, strategy=strategy, engine=Threads(), workers=2),
+        [(strategy, "engine threads does not support that") for strategy in ("downpour", "hogwild")],
+        Unsupported,
+    )
 
 
 def test_capabilities_of_records() -> None:
@@ -62,3 +64,16 @@ def test_capabilities_of_records() -> None:
     assert capabilities_of("sim").simulated
     assert capabilities_of("threads") == Capabilities() == Threads().capabilities
     assert (Threads().default_workers(), Threads().own_rank()) == (max(1, torch.cuda.device_count()), 0)
+
+
+def test_a_count_is_a_whole_number_of_at_least_one_and_shards_are_counted_only_where_there_is_a_server() -> None:
+    served = ServerSpec(rule="add")
+    words = "must be a whole number of at least 1, not"
+    counts: tuple[Any, ...] = (0, -3, 1.5, True, None)
+    all_refused(lambda n: check_counts(LaunchSpec(workers=n)), [(n, f"workers {words} {n}") for n in counts])
+    all_refused(
+        lambda n: check_counts(LaunchSpec(workers=1, servers=n, server=served)),
+        [(n, f"servers {words} {n}") for n in counts],
+    )
+    check_counts(LaunchSpec(workers=1, servers=0))
+    check_counts(LaunchSpec(workers=1, servers=1, server=served))

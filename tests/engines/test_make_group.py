@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused_cases import all_refused
 from torch.distributed import FileStore, HashStore
 
 from manyhands.comm.group import Group
@@ -52,9 +53,6 @@ def at_a_driver(folder: Path) -> Meetings:
     return lambda rank: lambda name, ranks, value, count=[0]: meet(name, ranks, value, rank, count)
 
 
-PLACES = [at_a_hash_store, at_a_file, at_a_driver]
-
-
 def network(hosts: list[list[int]]) -> Network:
     names = [f"host{number}" for number in range(len(hosts))]
     return Network(hosts=hosts, names=names, listen="127.0.0.1", secret=Secret(token=b"t" * 32))
@@ -84,9 +82,15 @@ def ring_of_messages(group: Group) -> float:
     return got.item()
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("hosts", "kind"), [([[0, 1, 2]], SharedMemoryGroup), ([[0], [1], [2]], RingGroup), ([[0]], SoloGroup)]
+    ("place", "hosts", "kind"),
+    [
+        (at_a_hash_store, [[0, 1, 2]], SharedMemoryGroup),
+        (at_a_driver, [[0, 1, 2]], SharedMemoryGroup),
+        (at_a_file, [[0], [1], [2]], RingGroup),
+        (at_a_driver, [[0], [1], [2]], RingGroup),
+        (at_a_driver, [[0]], SoloGroup),
+    ],
 )
 def test_wherever_workers_can_meet_they_get_the_group_of_their_topology(
     tmp_path: Path, place: Callable[[Path], Meetings], hosts: list[list[int]], kind: type[Group]
@@ -107,37 +111,25 @@ def test_wherever_workers_can_meet_they_get_the_group_of_their_topology(
         assert found == [kind, rank, size, *([10.0 + (rank - 1) % size] if kind is RingGroup else [])]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_two_groups_that_form_at_once_by_the_same_name_do_not_mix(
-    tmp_path: Path, place: Callable[[Path], Meetings]
-) -> None:
-    """Worker 4 is in two of them: both have a ring."""
-    parts = [[0, 1], [2, 3, 4], [0, 4]]
+@pytest.mark.parametrize("place", [at_a_hash_store, at_a_driver])
+def test_meetings_by_the_same_name_do_not_mix(tmp_path: Path, place: Callable[[Path], Meetings]) -> None:
+    """Groups that form at once, of which worker 4 is in two; and values of the same ranks earlier, of others, and of those
+    whose ranks met more often."""
+    groups_of, parts = [[0, 1], [2, 3, 4], [0, 4]], [[0, 1], [2, 3, 4], [0, 1], [0, 4], [1, 4], [1, 4]]
 
-    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[list[float]]:
-        groups = [make_group(topology.of(part), meet, network=net) for part in parts if rank in part]
+    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
+        groups = [make_group(topology.of(part), meet, network=net) for part in groups_of if rank in part]
         got = [[group.rank, group.size, ring_of_messages(group)] for group in groups]
         for group in groups:
             group.close()
-        return got
+        return [got, [meet("tea", part, [number, rank]) for number, part in enumerate(parts) if rank in part]]
 
-    got = on_threads([[0], [1], [2], [3], [4]], place(tmp_path), program)
-    assert got == [[[0, 2, 11], [0, 2, 11]], [[1, 2, 10]], [[0, 3, 12]], [[1, 3, 10]], [[2, 3, 11], [1, 2, 10]]]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_values_of_other_meetings_by_the_same_name_are_not_taken(
-    tmp_path: Path, place: Callable[[Path], Meetings]
-) -> None:
-    """Of the same ranks earlier, of others, and of those whose ranks met more often."""
-    parts = [[0, 1], [2, 3, 4], [0, 1], [0, 4], [1, 4], [1, 4]]
-
-    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
-        return [meet("tea", part, [number, rank]) for number, part in enumerate(parts) if rank in part]
-
+    found = on_threads([[0], [1], [2], [3], [4]], place(tmp_path), program)
+    in_groups = [[[0, 2, 11], [0, 2, 11]], [[1, 2, 10]], [[0, 3, 12]], [[1, 3, 10]], [[2, 3, 11], [1, 2, 10]]]
+    assert [groups for groups, _ in found] == in_groups
     expected = [[[number, rank] for rank in part] for number, part in enumerate(parts)]
-    for rank, got in enumerate(on_threads([[0, 1, 2, 3, 4]], place(tmp_path), program)):
-        assert got == [values for values, part in zip(expected, parts, strict=True) if rank in part]
+    for rank, (_, values) in enumerate(found):
+        assert values == [one for one, part in zip(expected, parts, strict=True) if rank in part]
 
 
 def test_two_meetings_by_one_name_can_be_under_way() -> None:
@@ -172,37 +164,29 @@ def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
         meet_at(store, 0, 0.1)("tea", [0, 1], None)
 
 
-@pytest.mark.parametrize("members", [[0, 2], [1, 0], [1, 1], [1, 7], []])
-def test_members_are_some_of_the_workers_in_order_this_one_among_them(members: list[int]) -> None:
-    topology = Topology(rank=1, hosts=[[0, 1], [2]], names=["a", "b"], device=torch.device("cpu"))
-    with pytest.raises(BadInput, match="made by worker 1 must list this worker"):
-        topology.of(members)
+def topology_of(rank: int, hosts: list[list[int]], **fields: Any) -> Topology:
+    return Topology(rank=rank, hosts=hosts, names=list("abc")[: len(hosts)], device=torch.device("cpu"), **fields)
 
 
-def test_a_part_keeps_its_hosts() -> None:
-    topology = Topology(rank=1, hosts=[[0, 1], [2], [3, 4]], names=["a", "b", "c"], device=torch.device("cpu"))
-    part = topology.of([1, 3, 4])
+def test_members_are_some_of_the_workers_in_order_this_one_among_them() -> None:
+    members = [([0, 2], ""), ([1, 0], ""), ([1, 1], ""), ([1, 7], ""), ([], "made by worker 1 must list this worker")]
+    all_refused(topology_of(1, [[0, 1], [2]]).of, members)
+
+
+def test_a_part_keeps_its_hosts_and_ranks_that_a_launcher_deals_in_turn_their_order() -> None:
+    part = topology_of(1, [[0, 1], [2], [3, 4]]).of([1, 3, 4])
     assert (part.hosts, part.names, part.host_names) == ([[1], [3, 4]], ["a", "c"], ["a", "c", "c"])
-
-
-def test_ranks_that_a_launcher_deals_to_hosts_in_turn_stay_in_their_order() -> None:
-    """As `mpirun --map-by node` does."""
-    topology = Topology(rank=2, hosts=[[0, 2], [1, 3]], names=["a", "b"], device=torch.device("cpu"))
-    assert (topology.members, topology.host_names) == ([0, 1, 2, 3], ["a", "b", "a", "b"])
-    part = topology.of([1, 2])
+    in_turn = topology_of(2, [[0, 2], [1, 3]])  # as `mpirun --map-by node` does
+    assert (in_turn.members, in_turn.host_names) == ([0, 1, 2, 3], ["a", "b", "a", "b"])
+    part = in_turn.of([1, 2])
     assert (part.members, part.hosts, part.host_names) == ([1, 2], [[2], [1]], ["b", "a"])
     with pytest.raises(BadInput, match="in that order"):
-        topology.of([2, 1])
+        in_turn.of([2, 1])
 
 
-def test_a_part_of_what_torch_links_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    topology = Topology(rank=0, hosts=[[0], [1]], names=["a", "b"], device=torch.device("cpu"), over_torch=True)
-    with pytest.raises(Unsupported, match="must have all workers of the run"):
-        make_group(topology, lambda name, ranks, value: [value])
-
-
-def test_several_hosts_need_a_network() -> None:
-    topology = Topology(rank=0, hosts=[[0], [1]], names=["a", "b"], device=torch.device("cpu"))
+    with pytest.raises(Unsupported, match="must have all workers of the run"):  # a part of what torch links
+        make_group(topology_of(0, [[0], [1]], over_torch=True), lambda name, ranks, value: [value])
     with pytest.raises(BadInput, match="needs a network between them"):
-        make_group(topology, lambda name, ranks, value: [value])
+        make_group(topology_of(0, [[0], [1]]), lambda name, ranks, value: [value])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import forked, values
 
 from manyhands.comm.group import Group
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
@@ -19,19 +21,16 @@ from manyhands.engines.shared_memory import _SOCKET, host_identity, swap_memory
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
-from open_files import open_files
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """No file in the folder for temporary ones, whose path is longer than a socket's address may be, and no descriptor."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, whose path is longer than a socket's address may be; none is left in it."""
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    before = open_files()
     yield folder
     assert list(folder.iterdir()) == []
-    assert open_files() <= before
 
 
 def share(group: Group, timeout_s: float = 20.0) -> SharedMemoryGroup:
@@ -39,110 +38,100 @@ def share(group: Group, timeout_s: float = 20.0) -> SharedMemoryGroup:
     return SharedMemoryGroup(group.rank, group.size, memory, lifelines=lifelines, timeout_s=timeout_s)
 
 
-def test_all_ranks_share_memory() -> None:
+def shares(worker: Worker) -> list[float]:
     """A message from each rank to each other. One thread at a time: a process has one group, as a rule."""
-
-    def program(worker: Worker) -> list[float]:
-        group, heard = share(worker.group), []
-        for source in range(group.size):
-            for target in range(group.size):
-                tensor = torch.tensor([10.0 * source + target])
-                if source != target and group.rank == source:
-                    group.send(tensor, target)
-                worker.group.barrier()
-                if source != target and group.rank == target:
-                    group.receive_(tensor.zero_(), source)
-                    heard.append(tensor.item())
-                worker.group.barrier()
-        group.close()
-        return [group.rank, group.size, *heard]
-
-    assert together(3, program) == [[0, 3, 10, 20], [1, 3, 1, 21], [2, 3, 2, 12]]
+    group, heard = share(worker.group), []
+    for source in range(group.size):
+        for target in range(group.size):
+            tensor = torch.tensor([10.0 * source + target])
+            if source != target and group.rank == source:
+                group.send(tensor, target)
+            worker.group.barrier()
+            if source != target and group.rank == target:
+                group.receive_(tensor.zero_(), source)
+                heard.append(tensor.item())
+            worker.group.barrier()
+    group.close()
+    return [group.rank, group.size, *heard]
 
 
-def test_the_end_of_a_rank_is_noticed() -> None:
+def one_ends(worker: Worker) -> int:
     """Its lifeline is held by nobody else, rank 0 included, which made all of them."""
-
-    def program(worker: Worker) -> int:
-        group = share(worker.group)
-        worker.group.barrier()
-        if worker.rank == 1:
-            group.close()
-            return -1
-        with pytest.raises(PeerLost) as lost:
-            group.barrier()
+    group = share(worker.group)
+    worker.group.barrier()
+    if worker.rank == 1:
         group.close()
-        return lost.value.rank
+        return -1
+    with pytest.raises(PeerLost) as lost:
+        group.barrier()
+    group.close()
+    return lost.value.rank
 
-    assert together(2, program) == [1, -1]
+
+def one_does_not_come(worker: Worker) -> int:
+    """The other's folder is for this user alone."""
+    if worker.rank == 1:
+        return os.stat(worker.group.all_gather_json(None)[0]).st_mode & 0o777
+    with pytest.raises(ManyhandsError, match="did not connect to the shared memory in time"):
+        share(worker.group, timeout_s=0.2)
+    return 0
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer() -> None:
-    def program(worker: Worker) -> None:
+def one_comes_late(worker: Worker) -> int:
+    """The time for it begins when all have met: whoever comes late to the meeting is waited for there."""
+
+    def exchange(value: Any) -> list[Any]:
         if worker.rank == 1:
-            worker.group.all_gather_json(None)
-            return
-        with pytest.raises(ManyhandsError, match="did not connect to the shared memory in time"):
-            share(worker.group, timeout_s=0.1)
+            threading.Event().wait(0.5)  # nobody sets it
+        return worker.group.all_gather_json(value)
 
-    together(2, program)
-
-
-def test_the_time_for_it_begins_when_all_have_met() -> None:
-    """Whoever comes late to the meeting is waited for there."""
-
-    def program(worker: Worker) -> int:
-        met = threading.Event()
-
-        def exchange(value: Any) -> list[Any]:
-            if worker.rank == 1:
-                met.wait(0.5)  # nobody sets it
-            return worker.group.all_gather_json(value)
-
-        memory, lifelines = swap_memory(worker.rank, 2, exchange, 0.4)
-        group = SharedMemoryGroup(worker.rank, 2, memory, lifelines=lifelines)
-        worker.group.barrier()
-        group.close()
-        return group.size
-
-    assert together(2, program) == [2, 2]
+    memory, lifelines = swap_memory(worker.rank, 2, exchange, 0.4)
+    group = SharedMemoryGroup(worker.rank, 2, memory, lifelines=lifelines)
+    worker.group.barrier()
+    group.close()
+    return group.size
 
 
-def test_a_rank_that_leaves_early_is_named_as_the_reason() -> None:
-    def program(worker: Worker) -> None:
-        if worker.rank == 0:
-            with pytest.raises(ManyhandsError, match="ended while it connected to the shared memory"):
-                share(worker.group)
-            return
-        folder = os.open(worker.group.all_gather_json(None)[0], os.O_RDONLY)
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(f"/proc/self/fd/{folder}/{_SOCKET}")
-        os.close(folder)
-
-    together(2, program)
-
-
-def test_a_first_rank_that_left_early_is_named_as_the_reason(nothing_is_left: Path) -> None:
-    def program(worker: Worker) -> None:
-        if worker.rank == 0:
-            worker.group.all_gather_json(str(nothing_is_left))  # where nobody listens
-            return
+def one_leaves_early(worker: Worker) -> None:
+    if worker.rank == 0:
         with pytest.raises(ManyhandsError, match="ended while it connected to the shared memory"):
             share(worker.group)
+        return
+    folder = os.open(worker.group.all_gather_json(None)[0], os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(f"/proc/self/fd/{folder}/{_SOCKET}")
+    os.close(folder)
 
-    together(2, program)
+
+def the_first_leaves_early(worker: Worker) -> None:
+    if worker.rank == 0:
+        worker.group.all_gather_json(tempfile.gettempdir())  # where nobody listens
+        return
+    with pytest.raises(ManyhandsError, match="ended while it connected to the shared memory"):
+        share(worker.group)
 
 
-def test_only_this_user_may_enter_the_folder() -> None:
-    def program(worker: Worker) -> int:
-        if worker.rank == 1:
-            (folder, _) = worker.group.all_gather_json(None)
-            return os.stat(folder).st_mode & 0o777
-        with pytest.raises(ManyhandsError):
-            share(worker.group, timeout_s=0.2)
-        return 0
+PROGRAMS: list[tuple[Any, int, list[Any]]] = [
+    (shares, 3, [[0, 3, 10, 20], [1, 3, 1, 21], [2, 3, 2, 12]]),
+    (one_ends, 2, [1, -1]),
+    (one_does_not_come, 2, [0, 0o700]),
+    (one_comes_late, 2, [2, 2]),
+    (one_leaves_early, 2, [None, None]),
+    (the_first_leaves_early, 2, [None, None]),
+]
 
-    assert together(2, program)[1] == 0o700
+
+@pytest.mark.parametrize(("program", "size", "expected"), PROGRAMS, ids=[one[0].__name__ for one in PROGRAMS])
+def test_what_ranks_get_and_that_no_descriptor_is_left(program: Any, size: int, expected: list[Any]) -> None:
+    """In a process of their own, where nobody else opens any."""
+
+    def run(_: int) -> tuple[list[Any], list[str]]:
+        before = set(os.listdir("/proc/self/fd"))
+        found = together(size, program)
+        gc.collect()
+        return found, sorted(set(os.listdir("/proc/self/fd")) - before)
+
+    assert values(forked(1, run, 60)) == [(expected, [])]
 
 
 def test_processes_of_one_host_have_one_identity() -> None:

@@ -18,6 +18,8 @@ from manyhands.errors import BadInput, PeerLost, WorkerFailed
 from manyhands.events import Event
 from manyhands.worker import Worker, current
 
+ONE = LaunchSpec(workers=1)
+
 
 def test_one_worker_runs_right_here() -> None:
     lock = threading.Lock()  # nothing is sent anywhere
@@ -27,26 +29,21 @@ def test_one_worker_runs_right_here() -> None:
         assert (worker.rank, worker.size, worker.group.size) == (0, 1, 1)
         return os.getpid(), threading.get_ident(), lock
 
-    assert Local().launch(program, LaunchSpec(workers=1)) == [(os.getpid(), threading.get_ident(), lock)]
+    assert Local().launch(program, ONE) == [(os.getpid(), threading.get_ident(), lock)]
     assert current() is None
 
 
-def test_threads_hold_for_the_run() -> None:
-    before = torch.get_num_threads()
-    plan = LaunchSpec(workers=1, threads_per_worker=before + 1)
-    assert Local().launch(lambda worker: torch.get_num_threads(), plan) == [before + 1]
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_callers_number_of_threads_stays(count: int) -> None:
+def test_threads_hold_for_the_run_and_the_callers_number_stays() -> None:
     """Whoever set it computes the same bits with one worker as in a loop of their own."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    asked = LaunchSpec(workers=1, threads_per_worker=before + 1)
+    assert Local().launch(lambda worker: torch.get_num_threads(), asked) == [before + 1]
+    assert torch.get_num_threads() == before
     try:
-        got = Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), LaunchSpec(workers=1))
-        assert got == [(count, count)]
-        assert torch.get_num_threads() == count
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert Local().launch(lambda worker: (torch.get_num_threads(), worker.threads), ONE) == [(count, count)]
+            assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(before)
 
@@ -64,25 +61,23 @@ def test_an_exception_is_worker_failed_with_its_cause() -> None:
         raise KeyError("weights")
 
     with pytest.raises(WorkerFailed, match="failed in phase compute at step 9: KeyError: 'weights'") as caught:
-        Local().launch(program, LaunchSpec(workers=1))
+        Local().launch(program, ONE)
     assert isinstance(caught.value.__cause__, KeyError)
     assert (caught.value.rank, caught.value.error) == (0, "KeyError")
     assert current() is None
 
 
-@pytest.mark.parametrize("error", [BadInput("no"), PeerLost(1, "here", "mean", 2, 3.0), KeyboardInterrupt()])
-def test_other_ends_pass(error: BaseException) -> None:
-    def program(worker: Worker) -> None:
-        raise error
+def test_other_ends_pass() -> None:
+    for error in (BadInput("no"), PeerLost(1, "here", "mean", 2, 3.0), KeyboardInterrupt()):
 
-    with pytest.raises(type(error)) as caught:
-        Local().launch(program, LaunchSpec(workers=1))
-    assert caught.value is error
+        def program(worker: Worker, error: BaseException = error) -> None:
+            raise error
 
-
-def test_sys_exit_passes() -> None:
+        with pytest.raises(type(error)) as caught:
+            Local().launch(program, ONE)
+        assert caught.value is error
     with pytest.raises(SystemExit):
-        Local().launch(lambda worker: sys.exit(3), LaunchSpec(workers=1))
+        Local().launch(lambda worker: sys.exit(3), ONE)
 
 
 # -- the connection to a driver in this process
@@ -113,42 +108,30 @@ def test_events_and_questions_go_straight_to_the_observer() -> None:
     assert observer.events == [Event(type="step", step=1)]
 
 
-def test_the_observer_is_asked_ten_times_a_second() -> None:
+def test_the_observer_is_asked_ten_times_a_second_and_a_reason_to_stop_stays() -> None:
     observer, now = Counting(), 0.0
     line = InProcessDriverClient(observer, clock=lambda: now)
     for tick in range(1000):  # ten seconds
         now = tick / 100
-        line.should_stop()
+        assert line.should_stop() == ""
     assert 90 <= observer.polls <= 101
-
-
-def test_a_reason_to_stop_stays() -> None:
-    observer, now = Counting(), 0.0
-    line = InProcessDriverClient(observer, clock=lambda: now)
-    observer.reason = "callback"
+    observer.reason, now = "callback", 20.0
     assert line.should_stop() == "callback"
-    observer.reason, now = "", 5.0
+    observer.reason, now = "", 25.0
     assert line.should_stop() == "callback"
 
 
-SEGMENT = Segment(epoch=0, first=0, until=100, parts=2)
-
-
-def test_one_worker_gets_every_slice_once() -> None:
-    line = InProcessDriverClient(Counting())
-    leases = [line.lease(replace(SEGMENT, until=2), 0) for _ in range(5)]
-    slices = [(lease.index, lease.part) for lease in leases if isinstance(lease, Lease)]
-    assert sorted(slices) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert isinstance(leases[-1], End)
-    assert leases[-1].reason == ""
-
-
-def test_a_stop_ends_the_leases() -> None:
+def test_one_worker_gets_every_slice_once_until_a_stop() -> None:
     observer, now = Counting(), 0.0
-    line = InProcessDriverClient(observer, clock=lambda: now)
-    assert isinstance(line.lease(SEGMENT, 0), Lease)
+    line, segment = InProcessDriverClient(observer, clock=lambda: now), Segment(epoch=0, first=0, until=100, parts=2)
+    whole = InProcessDriverClient(Counting())
+    got = [whole.lease(replace(segment, until=2), 0) for _ in range(5)]
+    assert sorted((one.index, one.part) for one in got if isinstance(one, Lease)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert isinstance(got[-1], End)
+    assert got[-1].reason == ""
+    assert isinstance(line.lease(segment, 0), Lease)
     observer.reason, now = "preempted", 1.0
-    end = line.lease(SEGMENT, 0)
+    end = line.lease(segment, 0)
     assert isinstance(end, End)
     assert end.reason == "preempted"
     assert sum(back - front for front, back in end.left) == 199

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from open_files import open_files
+from joined_run import no_process_is_left
 
 
 @pytest.fixture
@@ -19,12 +18,5 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No child process, no descriptor."""
-    before, there = open_files(), children()
-    yield
-    assert children() <= there  # other tests of this process may keep a fork server warm
-    assert len(open_files()) <= len(before)
-
-
-def children() -> set[str]:
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    with no_process_is_left():
+        yield

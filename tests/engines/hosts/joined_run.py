@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import queue
+import os
 import re
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+import torch
+from driver_script import MARK, MarkedProcess, wait_until
 
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
@@ -45,7 +52,6 @@ class Run:
     def __init__(self, engine: Hosts, joiners: Callable[[str], list[Joiner]]) -> None:
         self.engine, self.output = engine, []
         self.joined: list[Joiner] = []
-        self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self._begin, self._helper = joiners, threading.Thread(target=self._join)
         self._address = ""
         engine.announcer.say = self._hear
@@ -86,3 +92,36 @@ def joined_by(*workers: int, **fields: Any) -> Callable[[str], list[Joiner]]:
         return joiners
 
     return begin
+
+
+@contextmanager
+def no_process_is_left() -> Iterator[None]:
+    """Every process that is started within has ended soon after."""
+    marked = MarkedProcess()
+    marked.mark = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, marked.mark)
+        yield
+    wait_until(lambda: not marked.processes(), 10)
+
+
+ELEMENTS = 1 << 22  # more than any buffer between two workers holds
+
+
+def one_leaves(worker: Any) -> float:
+    """A program of three workers: worker 1 returns; once its process is gone, worker 0 sends to worker 2, which waits all the while."""
+    pids = worker.group.all_gather_json(os.getpid())
+    vector = torch.full((ELEMENTS,), float(worker.rank))
+    if worker.rank == 0:
+        wait_until(lambda: not lives(pids[1]))
+        worker.group.send(vector + 5.0, 2)
+    elif worker.rank == 2:
+        worker.group.receive_(vector, 0)
+    return vector[-1].item()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -98,17 +98,9 @@ def test_torchrun_over_two_hosts(hosts: TwoHosts, environment: dict[str, str], t
     script.write_text(TORCHRUN)
     environment["GLOO_SOCKET_IFNAME"] = CABLE
     options = ["--nnodes=2", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}", "--master-port=7077"]
+    launcher = ["-m", "torch.distributed.run", *options]
     processes = [
-        hosts.python(
-            host,
-            "-m",
-            "torch.distributed.run",
-            *options,
-            f"--node-rank={host}",
-            str(script),
-            env=environment,
-            cwd=tmp_path,
-        )
+        hosts.python(host, *launcher, f"--node-rank={host}", str(script), env=environment, cwd=tmp_path)
         for host in range(2)
     ]
     output = [process.communicate(timeout=60)[0] for process in processes]
@@ -127,14 +119,12 @@ def shown(page: str) -> list[str]:
 
 
 def test_the_blocks_are_those_that_are_followed_here() -> None:
-    assert {part.page.name for page in PAGES for part in snippets(page) if part.how == TWO_HOSTS} == {
-        "hosts.md",
-        "clusters.md",
-    }
+    pages = {part.page.name for page in PAGES for part in snippets(page) if part.how == TWO_HOSTS}
+    assert pages == {"hosts.md", "clusters.md"}
     assert (len(shown("hosts.md")), len(shown("clusters.md"))) == (2, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_joined_by_ssh_as_the_docs_show_it(hosts: TwoHosts, environment: dict[str, str], tmp_path: Path) -> None:
     """ssh and scp are what reaches the other namespace."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -156,7 +146,7 @@ def test_hosts_joined_by_ssh_as_the_docs_show_it(hosts: TwoHosts, environment: d
     assert "Advice: " in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_script_of_slurm_as_the_docs_show_it(
     hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -174,7 +164,7 @@ def test_a_batch_script_of_slurm_as_the_docs_show_it(
     assert "Advice: " in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_frameworks_script_on_two_hosts_as_the_docs_show_it(
     hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -1,43 +1,49 @@
-"""train() over two "hosts" of one machine: a server's strategies, replay, stop and resume."""
+"""train(), predict() and loops of one's own over two "hosts" of one machine: what another way of travelling could change."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from joined_run import Run, joined_by
-from test_train_server_integration import leases, task
+from served_training import leases, task
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
+import plain
 from manyhands.engines.cores import usable_cores
+from manyhands.engines.driver.elastic_driver import ElasticDriver
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
 from manyhands.events import Event
+from manyhands.kernels.factors import Factors
+from manyhands.own_loop.launch import launch
 from preempting import Preempting
 
-
-@pytest.fixture(autouse=True)
-def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials")]
+TWO: dict[str, Any] = {"workers": 2, "threads_per_worker": 1}
 
 
-def train(given: mh.Task, strategy: str, *, tls: bool = True, **options: Any) -> mh.Run:
+def train(given: mh.Task, strategy: str, *, tls: bool = True, faults: str = "", **options: Any) -> mh.Run:
     """One worker here, and one that joins."""
-    run = Run(Hosts(local_workers=1, tls=tls), joined_by(1, tls=tls))
-    fields = {"engine": run.engine, "strategy": strategy, "workers": 2, "threads_per_worker": 1, **options}
+    run = Run(Hosts(local_workers=1, tls=tls, faults=faults), joined_by(1, tls=tls))
+    fields = {"engine": run.engine, "strategy": strategy, **TWO, **options}
     return run.during(lambda: mh.train(given, **fields))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["downpour", "update-sharing"])
-def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_be_replayed(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_be_replayed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = train(task(), strategy, run_dir=folder)
+    run = train(task(), "update-sharing", run_dir=folder)
     assert run.rows["total"] == sum(run.rows["workers"]) == 390
     assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
     assert sum(run.staleness.values()) > 0
@@ -45,10 +51,8 @@ def test_workers_of_two_hosts_at_their_own_pace_train_every_row_once_and_it_can_
     assert mh.replay(folder, task=task()).identical
 
 
-@pytest.mark.slow
 def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summary_says_so(local: Local) -> None:
-    fields = {"strategy": "easgd:via=group", "workers": 2, "threads_per_worker": 1}
-    here = mh.train(task(), engine=local, **fields)
+    here = mh.train(task(), engine=local, strategy="easgd:via=group", **TWO)
     cores = usable_cores()
     there = train(task(), "easgd:via=group", tls=False, threads_per_worker=cores)
     assert there.rows["total"] == 390
@@ -60,23 +64,19 @@ def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summ
     assert there.info["machines"][0]["cores"] == cores
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["", "local://"])
-def test_stopped_on_two_hosts_and_resumed_on_one(scheme: str, local: Local, tmp_path: Path) -> None:
-    """Every row is trained once, whoever is there; with a run directory on a disk, and at a URL."""
+def test_stopped_on_two_hosts_and_resumed_on_one(local: Local, tmp_path: Path) -> None:
+    """Every row is trained once, whoever is there; with a run directory at a URL."""
     folder = tmp_path / "run"
-    url = f"{scheme}{folder}"
+    url = f"local://{folder}"
     with pytest.raises(Preempted, match=rf"resume it with resume=True \(--resume\) from {url}$"):
         train(task(loss=Preempting(1, 5)), "downpour", run_dir=url)
     assert 5 <= len(leases(folder)) <= 2 * 5
-    fields = {"strategy": "downpour", "workers": 2, "threads_per_worker": 1}
-    run = mh.train(task(), engine=local, run_dir=url, resume=True, **fields)
+    run = mh.train(task(), engine=local, run_dir=url, resume=True, strategy="downpour", **TWO)
     assert run.rows["total"] == 390
     assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
     assert torch.isfinite(run.parameters).all()
 
 
-@pytest.mark.slow
 def test_faults_on_another_host() -> None:
     """Its worker stands still at a step, and is then killed at another."""
     seen: list[str] = []
@@ -86,8 +86,164 @@ def test_faults_on_another_host() -> None:
             seen.extend([event.values["fault"]] if event.type == "fault" else [])
 
     faults = "pause=1@step:3+0.3,kill=1@step:6:exchange"
-    run = Run(Hosts(local_workers=1, faults=faults), joined_by(1))
-    fields = {"engine": run.engine, "workers": 2, "threads_per_worker": 1, "callbacks": [Seen()]}
     with pytest.raises(mh.WorkerFailed, match="worker 1 .* was killed by signal 9.* in phase exchange at step 6"):
-        run.during(lambda: mh.train(task(), **fields))
+        train(task(), "allreduce", faults=faults, callbacks=[Seen()])
     assert ",".join(seen) == faults
+
+
+def test_a_primary_is_killed_while_a_worker_of_another_host_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shard 0, once worker 1 has made some steps; it is then told where the new primary listens."""
+    fields: dict[str, Any] = {"strategy": "downpour:bound=0", "survive": "copies=2"}
+    wanted = mh.train(plain.task(epochs=20), engine="local", **TWO, **fields)
+    killed: list[int] = []
+    plain_call = ElasticDriver._inject_faults
+
+    def inject(driver: ElasticDriver) -> None:
+        plain_call(driver)
+        primary = driver.copies.copy_of(0, "primary")
+        if not killed and driver.monitor.processes[1].step >= 4 and driver.copies.copy_of(0, "backup") is not None:
+            assert primary is not None
+            killed.append(primary)
+            driver._signal(primary, signal.SIGKILL)
+
+    monkeypatch.setattr(ElasticDriver, "_inject_faults", inject)
+    result = train(plain.task(epochs=20), **fields)
+    assert killed == [-1]
+    assert torch.equal(result.parameters, wanted.parameters)
+    assert result.rows == wanted.rows
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def ratings(n: int = 2000) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    users, items = random.integers(0, 50, n), random.integers(0, 40, n)
+    return {"users": users, "items": items, "ratings": random.normal(size=n) + users % 3}
+
+
+def factors() -> mh.Task:
+    return mh.Task(
+        kernel=Factors(users=50, items=40, rank=4),
+        rate=0.1,
+        train_data=ratings(),
+        validation_data=ratings(300),
+        batch_size=200,
+        epochs=3,
+    )
+
+
+def test_a_kernel_in_step_over_two_hosts_has_the_bits_of_one() -> None:
+    here = mh.train(factors(), engine="local", strategy="rotate:blocks=4", workers=2)
+    there = train(factors(), "rotate:blocks=4")
+    theirs = there.model.tables()
+    assert all(np.array_equal(table, theirs[name]) for name, table in here.model.tables().items())
+    assert here.metrics == there.metrics
+
+
+def test_a_kernel_at_its_own_pace_over_two_hosts_can_be_replayed(tmp_path: Path) -> None:
+    run = train(factors(), "downpour", run_dir=tmp_path / "run")
+    assert run.rows["total"] == 6000
+    assert mh.replay(tmp_path / "run", task=factors()).identical
+
+
+# -- loops of one's own, predictions, and shards of data ---------------------------------------------------------------
+
+RULE = f"{Path(__file__).parents[2] / 'server/rules/own_rule.py'}:Half"
+
+
+def own_loop() -> tuple[list[int], Tensor]:
+    torch.manual_seed(0)
+    model = plain.mlp()
+    rule = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = TensorDataset(*plain.rows(39), torch.arange(39))
+    loader: Any
+    model, rule, loader = mh.prepare(model, rule, DataLoader(data, batch_size=12, shuffle=True))
+    rows: list[int] = []
+    for _ in range(2):
+        for x, y, numbers in loader:
+            rule.zero_grad()
+            plain.cross_entropy(model, (x, y)).backward()
+            rule.step()
+            rows += numbers.tolist()
+    return rows, plain.flat(model)
+
+
+@pytest.mark.parametrize("strategy", ["easgd:bound=0,period=2", f"downpour:rule={RULE}"])
+def test_a_server_and_leases_across_hosts(strategy: str) -> None:
+    run = Run(Hosts(local_workers=1), joined_by(1))
+    options: dict[str, Any] = {"strategy": strategy, "servers": 2, "engine": run.engine, "timeout_s": 30.0}
+    found = run.during(lambda: launch(own_loop, workers=2, **options))
+    assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_predictions_of_two_hosts_are_one_processes() -> None:
+    """Rows come over the connection of the other host's agent, in order."""
+    x = plain.rows(203)[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = plain.mlp().eval()
+    with torch.no_grad():
+        wanted = torch.cat([model(batch) for batch in x.split(8)])
+    run = Run(Hosts(local_workers=1), joined_by(1))
+    data = {"x": x, "id": [f"row {i}" for i in range(203)]}
+    options: dict[str, Any] = {"keep": ("id",), "workers": 2, "engine": run.engine, "batch_size": 8}
+    found = run.during(lambda: mh.predict(model, data, function=lambda m, b: m(b["x"]), **options))
+    assert torch.equal(found["prediction"], wanted)
+    assert list(found["id"]) == data["id"]
+
+
+ROWS, BLOCKS = 400, 8
+
+
+class Watched:
+    """A loss that notes, for each worker, its host's cache folder, the cache's files that it maps, and its rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._rows = folder, list[int]()
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self._rows += batch["x"].tolist()
+        cache = os.environ["MANYHANDS_CACHE"]
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f" {cache}/" in line]
+        found = {path: f"{device} {inode}" for _, _, _, device, inode, path, *_ in maps}
+        told = {"host": Path(cache).name, "files": found, "rows": self._rows}
+        (self._folder / f"{os.getpid()}.json").write_text(json.dumps(told))
+        return model(batch["x"].double()[:, None]).square().mean()
+
+
+def test_the_workers_of_a_host_map_one_copy_of_shards_and_decode_each_block_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASE: shuffle=True. A host is a folder for the cache here, since both are one machine."""
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "here"))
+    pq.write_table(pa.table({"x": range(ROWS)}), tmp_path / "a.parquet", row_group_size=ROWS // BLOCKS)
+    (tmp_path / "notes").mkdir()
+    run = Run(Hosts(local_workers=2), joined_by(2, variables={"MANYHANDS_CACHE": str(tmp_path / "there")}))
+    trained = run.during(
+        lambda: mh.train(
+            model=lambda: nn.Linear(1, 1).double(),
+            loss=Watched(tmp_path / "notes"),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-9),
+            train_data=mh.shards(tmp_path / "a.parquet", shuffle=True),
+            engine=run.engine,
+            workers=4,
+            threads_per_worker=1,
+            batch_size=16,
+            seed=3,
+        )
+    )
+    notes = [json.loads(path.read_text()) for path in (tmp_path / "notes").iterdir()]
+    assert sorted(one["host"] for one in notes) == ["here", "here", "there", "there"]
+    inodes = {host: set[str]() for host in ("here", "there")}
+    for host, found in inodes.items():
+        first, second = (one["files"] for one in notes if one["host"] == host)
+        assert first == second
+        assert set(first) == {str(path) for path in (tmp_path / host).glob("*.arrow")}
+        found |= set(first.values())
+        assert len(found) == BLOCKS
+    assert not inodes["here"] & inodes["there"]
+    assert (trained.input["misses"], trained.input["hits"]) == (2 * BLOCKS, 2 * BLOCKS)
+    assert sorted(row for one in notes for row in one["rows"]) == list(range(ROWS))
+    assert trained.rows["total"] == ROWS

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused_cases import all_refused
 
 from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.join import Agent, Join, join
@@ -104,9 +105,9 @@ class Driver:
         self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
         self.post.send({"type": "stacks"})
         assert self.message().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
-        host_processes = self.agent._processes
-        assert isinstance(host_processes, NotesCrew)
-        return host_processes
+        crew = self.agent._processes
+        assert isinstance(crew, NotesCrew)
+        return crew
 
     def message(self) -> HostMessage:
         (message,) = self.post.wait(5.0)
@@ -130,17 +131,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
-    host_processes = driver.launch()
-    assert (host_processes.process_indices, host_processes.host, host_processes.program) == ([2, 3], "b", b"program")
-    assert host_processes.shared["folder"] == host_processes.shared["path"][0] == os.getcwd()
-    assert host_processes.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
-    assert host_processes.shared["threads"] == 3  # what this host offers, since the run does not say
-    assert host_processes.network["hosts"] == [[0, 1], [2, 3]]
-    assert host_processes.network["listen"] == "10.0.0.2"
-    assert Secret.from_json(host_processes.network["secret"]) == SECRET
+    crew = driver.launch()
+    assert (crew.process_indices, crew.host, crew.program) == ([2, 3], "b", b"program")
+    assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
+    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
+    assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
+    assert crew.network["hosts"] == [[0, 1], [2, 3]]
+    assert crew.network["listen"] == "10.0.0.2"
+    assert Secret.from_json(crew.network["secret"]) == SECRET
     driver.end()
     assert driver.error is None
-    assert host_processes.notes == [("end", 0.0)]
+    assert crew.notes == [("end", 0.0)]
     assert driver.output[-1] == "the run is done"
 
 
@@ -151,31 +152,25 @@ def test_a_cache_folder_of_this_hosts_own_is_kept(
     monkeypatch.delenv("MANYHANDS_CACHE", raising=False)
     if own is not None:
         monkeypatch.setenv("MANYHANDS_CACHE", own)
-    host_processes = driver.launch(MANYHANDS_CACHE="/drivers")
-    assert host_processes.shared["environment"]["MANYHANDS_CACHE"] == workers
+    crew = driver.launch(MANYHANDS_CACHE="/drivers")
+    assert crew.shared["environment"]["MANYHANDS_CACHE"] == workers
     driver.end()
 
 
 def test_messages_both_ways(driver: Driver) -> None:
-    host_processes = driver.launch()
+    """Among them, that a worker is started later, and that it is in a group."""
+    crew = driver.launch()
     driver.post.send({"type": "to_process", "process_index": 3, "body": {"type": "answer", "value": 1}})
     driver.post.send({"type": "signal", "number": 15})
     driver.post.send({"type": "signal_to", "number": 19, "process_indices": [3]})
-    host_processes.say(2, {"type": "started"})
+    driver.post.send({"type": "start_worker", "worker_id": 5, "faults": ""})
+    driver.post.send({"type": "form", "generation": 1, "hosts": [[0], [2, 5]], "names": ["a", "b"]})
+    crew.say(2, {"type": "started"})
     assert driver.message().body == {"type": "from_process", "process_index": 2, "body": {"type": "started"}}
     driver.post.send({"type": "end", "grace_s": 0.5})
     assert driver.message().body == {"type": "idle"}
-    assert host_processes.notes == [(3, {"type": "answer", "value": 1}), 15, (19, [3]), ("end", 0.5)]
-    driver.end()
-
-
-def test_workers_that_are_started_later_and_a_group_of_them(driver: Driver) -> None:
-    host_processes = driver.launch()
-    driver.post.send({"type": "start_worker", "worker_id": 5, "faults": ""})
-    driver.post.send({"type": "form", "generation": 1, "hosts": [[0], [2, 5]], "names": ["a", "b"]})
-    driver.post.send({"type": "end", "grace_s": 0.5})
-    assert driver.message().body == {"type": "idle"}
-    assert host_processes.notes[:2] == [(5, ""), (1, [[0], [2, 5]], ["a", "b"])]
+    told = [(3, {"type": "answer", "value": 1}), 15, (19, [3]), (5, ""), (1, [[0], [2, 5]], ["a", "b"]), ("end", 0.5)]
+    assert crew.notes == told
     driver.end()
 
 
@@ -190,12 +185,12 @@ def test_a_group_that_cannot_be_ends_this_hosts_workers(hosts: Any, names: Any, 
 
 
 def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
-    host_processes = driver.launch()
-    host_processes.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
+    crew = driver.launch()
+    crew.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
     message = driver.message()
     assert message.body["body"] == {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}
     assert torch.equal(message.tensors[0], torch.ones(2))
-    host_processes.say(3, {"type": "value", "value": {1}})
+    crew.say(3, {"type": "value", "value": {1}})
     body = driver.message().body["body"]
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
     assert "returned is a set, and workers on another host cannot return that" in body["message"]
@@ -203,48 +198,38 @@ def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
     assert "failed: it failed" in str(driver.error)
 
 
-@pytest.mark.parametrize("data", [b"bytes", b""])
-def test_rows_leave_as_a_header_and_bytes(data: bytes, driver: Driver) -> None:
-    host_processes = driver.launch()
-    host_processes.say(2, {"type": "rows", "number": 7, "rows": 3, "data": bytearray(data)})
-    message = driver.message()
-    assert message.body["body"] == {"type": "rows", "number": 7, "rows": 3}
-    assert message.tensors[0].numpy().tobytes() == data
+def test_rows_leave_as_a_header_and_bytes(driver: Driver) -> None:
+    crew = driver.launch()
+    for data in (b"bytes", b""):
+        crew.say(2, {"type": "rows", "number": 7, "rows": 3, "data": bytearray(data)})
+        message = driver.message()
+        assert message.body["body"] == {"type": "rows", "number": 7, "rows": 3}
+        assert message.tensors[0].numpy().tobytes() == data
     driver.end()
 
 
-def test_a_value_of_too_many_bytes_is_the_workers_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_processes = driver.launch()
+def test_errors_of_workers_and_of_what_starts_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of too many bytes is the worker's; a module that is not here is explained; a dead fork server is told."""
+    crew = driver.launch()
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)
-    host_processes.say(2, {"type": "value", "value": torch.ones(1000)})
+    crew.say(2, {"type": "value", "value": torch.ones(1000)})
     body = driver.message().body["body"]
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 2)
-    driver.end("it failed")
-
-
-def test_a_module_that_is_not_here_is_explained(driver: Driver) -> None:
-    host_processes = driver.launch()
-    host_processes.say(
-        2, {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
-    )
+    missing = {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
+    crew.say(2, missing)
     message = driver.message().body["body"]["message"]
     assert message.startswith("No module named 'mine' (this host needs it too")
-    driver.end()
-
-
-def test_a_dead_fork_server_is_told(driver: Driver) -> None:
-    host_processes = driver.launch()
-    host_processes.error = ManyhandsError("it was killed")
+    crew.error = ManyhandsError("it was killed")
     assert driver.message().body == {"type": "failed", "message": "it was killed"}
     driver.end("it was killed")
 
 
 def test_a_driver_that_is_gone_ends_this_hosts_workers(driver: Driver) -> None:
-    host_processes = driver.launch()
+    crew = driver.launch()
     driver.post.close()
     driver.end(None)
     assert "is gone" in str(driver.error)
-    assert host_processes.notes == [("end", 0.0)]
+    assert crew.notes == [("end", 0.0)]
 
 
 def test_a_driver_that_leaves_before_the_run(driver: Driver) -> None:
@@ -276,9 +261,8 @@ def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver,
     assert error in str(driver.error)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
+def test_what_cannot_be_is_refused_at_construction() -> None:
+    cases: list[tuple[Body, str]] = [
         ({"workers": 0}, "workers must be a whole number"),
         ({"address": "10.0.0.1"}, "an address must be host:port"),
         ({"ports": "x"}, "ports must be"),
@@ -286,16 +270,10 @@ def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver,
         ({"address": "10.0.0.1:7000", "tls": False}, "10.0.0.1 can be reached .* add --plain-network"),
         ({"address": "somewhere:7000", "tls": False}, "without TLS anybody on that network"),
         ({"listen": "10.0.0.2", "tls": False}, "10.0.0.2 can be reached .* add --plain-network"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_construction(fields: Body, words: str) -> None:
-    with pytest.raises(BadInput, match=words):
-        Join(**{"address": "127.0.0.1:7000", "workers": 1, **fields})
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:7000", "[::1]:7000", "localhost:7000"])
-def test_without_tls_on_loopback(address: str) -> None:
-    assert not Join(address=address, workers=1, tls=False).tls
+    ]
+    all_refused(lambda fields: Join(**{"address": "127.0.0.1:7000", "workers": 1, **fields}), cases)
+    for address in ("127.0.0.1:7000", "[::1]:7000", "localhost:7000"):
+        assert not Join(address=address, workers=1, tls=False).tls
 
 
 def test_without_credentials_nobody_joins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Host:
 
 
 class Stopped(Observer):
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str) -> None:
         self.reason = reason
 
     def stopping(self) -> str:
@@ -56,23 +56,19 @@ def joined(*hosts: Host) -> JoinedHosts:
     return JoinedHosts(hosts=cast(list[RemoteProcesses], list(hosts)))
 
 
-def test_who_does_not_come_ends_the_waiting_with_what_to_do(silent: Listener) -> None:
+def test_the_waiting_ends(silent: Listener) -> None:
+    """Because of who does not come, with what to do; because of a stop; and of what the engine finds."""
     roster = Roster(4, [Offer("alpha", 1)])
     with pytest.raises(ManyhandsError) as raised:
         JoinListener(silent, roster, joined(), print, late=lambda: f"start {roster.missing} more").wait(Observer(), 0.0)
     assert str(raised.value) == "waited 0 s for the other hosts; workers that are here: 1 of 4 (alpha 1); start 3 more"
 
+    for reason, error in ((PREEMPTED, Preempted), ("asked", ManyhandsError)):
+        with pytest.raises(error) as raised:
+            JoinListener(silent, Roster(2), joined(), print, "the executors").wait(Stopped(reason), 60.0)
+        assert type(raised.value) is error
+        assert f"({reason}) while waiting for the executors" in str(raised.value)
 
-@pytest.mark.parametrize(("reason", "error"), [(PREEMPTED, Preempted), ("asked", ManyhandsError)])
-def test_a_run_that_is_stopped_does_not_wait(silent: Listener, reason: str, error: type[Exception]) -> None:
-    listener = JoinListener(silent, Roster(2), joined(), print, "the executors")
-    with pytest.raises(error) as raised:
-        listener.wait(Stopped(reason), 60.0)
-    assert type(raised.value) is error
-    assert f"({reason}) while waiting for the executors" in str(raised.value)
-
-
-def test_what_the_engine_finds_ends_the_waiting_too(silent: Listener) -> None:
     def fails() -> None:
         raise BadInput("the job failed")
 

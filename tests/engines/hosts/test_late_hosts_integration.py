@@ -27,8 +27,6 @@ from manyhands.worker import Worker
 
 slow = pytest.mark.slow
 EPOCHS, STEPS = 6, 24
-
-
 pytestmark = pytest.mark.usefixtures("credentials", "nothing_is_left")
 
 
@@ -121,17 +119,35 @@ def check(run: mh.Run, alone: torch.Tensor) -> None:
     assert [row["step"] for row in run.history] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
-def test_a_host_joins_a_run_under_way(alone: torch.Tensor) -> None:
-    """It takes a place that is free: nobody is lost."""
-    run_at = Listening()
-    joins = AtStep(2, run_at.join)
+@slow
+def test_a_host_joins_a_run_under_way_and_who_may_not_is_refused(
+    alone: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First come other versions, and the credentials of another run, which the run does not notice; then a host that takes
+    a place that is free: nobody is lost."""
+    run_at, other = Listening(), tmp_path / "other.pem"
+    other.write_bytes(b"x" * 64)
+    other.chmod(0o600)
+    true_hello = roster.hello
+
+    def come() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(roster, "hello", lambda *given: {**true_hello(*given), "versions": {"torch": "0.1"}})
+            run_at.join().join(30)
+        with monkeypatch.context() as patch:
+            patch.setenv("MANYHANDS_CREDENTIALS", str(other))
+            run_at.join().join(30)
+        run_at.join()
+
+    joins = AtStep(2, come)
     task = plain.task(epochs=EPOCHS, loss=WaitsFor(two_take_part))
     run = run_at.train(task=task, workers=1, survive="max_workers=2", callbacks=[joins])
     check(run, alone)
     assert (run.losses, run.generations) == ([], 2)
     assert set(joins.kinds) <= {"joined"}  # it is reported with its first step, unless the run is over before
-    (joiner,) = run_at.joiners
+    versions, stranger, joiner = run_at.joiners
+    assert "versions differ" in str(versions.error)
+    assert "it does not have this run's token" in str(stranger.error)
     assert joiner.error is None
     assert any("the run is under way" in line for line in joiner.output)
 
@@ -152,9 +168,8 @@ AGENT = f"""
 
 
 @slow
-@pytest.mark.parametrize("replace", ["true", "false"])
 def test_a_spare_takes_the_place_of_a_lost_host(
-    replace: str, script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
+    script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
 ) -> None:
     """Also where no process is started on a host that has lost one."""
     run_at, agents, mark = Listening(), list[Script](), tmp_path / "lost"
@@ -171,7 +186,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     run = run_at.train(
         task=plain.task(epochs=EPOCHS, loss=lost),
         workers=2,
-        survive=f"max_losses=1,replace={replace},silence_s=5",
+        survive="max_losses=1,replace=false,silence_s=5",
         callbacks=[callback],
     )
     check(run, alone)
@@ -182,7 +197,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     agents[0].end(10)
 
 
-@pytest.mark.slow
+@slow
 def test_a_host_that_is_asked_to_end_leaves_in_order(script: Callable[..., Script], alone: torch.Tensor) -> None:
     """It is no loss, and eats no budget (ray#41285); the others go on. Exit code 75."""
     run_at, agents = Listening(), list[Script]()
@@ -234,47 +249,17 @@ def test_a_host_that_was_lost_comes_back(script: Callable[..., Script], alone: t
     assert "connects again" in out
 
 
-@pytest.mark.slow
-def test_who_may_not_join_a_run_under_way_is_refused_with_the_reason(
-    alone: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other versions, and the credentials of another run; the run does not notice."""
-    run_at, done = Listening(), tmp_path / "done"
-    other = tmp_path / "other.pem"
-    other.write_bytes(b"x" * 64)
-    other.chmod(0o600)
-    true_hello = roster.hello
-
-    def come() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(roster, "hello", lambda *given: {**true_hello(*given), "versions": {"torch": "0.1"}})
-            run_at.join().join(30)
-        with monkeypatch.context() as patch:
-            patch.setenv("MANYHANDS_CREDENTIALS", str(other))
-            run_at.join().join(30)
-        done.touch()
-
-    task = plain.task(epochs=EPOCHS, loss=WaitsFor(lambda worker: done.exists()))
-    run = run_at.train(task=task, workers=1, survive="max_workers=2", callbacks=[AtStep(2, come)])
-    check(run, alone)
-    assert run.generations == 1
-    first, second = (str(joiner.error) for joiner in run_at.joiners)
-    assert "versions differ" in first
-    assert "it does not have this run's token" in second
-
-
 # -- the whole run starts again -----------------------------------------------------------------------------------------
 
 
 @slow
-@pytest.mark.parametrize("survive", ["max_restarts=1", "max_restarts=1,replace=false,silence_s=5"])
 def test_hosts_come_again_where_the_run_starts_again(
-    survive: str, script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
+    script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
 ) -> None:
     """A worker of a joined host is lost: all of it is ended, and it connects again, at the same port."""
     run_at, agents = Listening(faults="kill=1@step:9"), list[Script]()
     run_at.at_address = lambda address: agents.append(script(AGENT, address, "1"))
-    run = run_at.train(workers=2, survive=survive, run_dir=tmp_path / "run")
+    run = run_at.train(workers=2, survive="max_restarts=1", run_dir=tmp_path / "run")
     check(run, alone)
     assert [one["cause"] for one in run.restarts] == ["death"]
     assert run.restarts[0]["step"] in (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refused_cases import all_refused
 
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.join import Join
@@ -18,8 +19,12 @@ NETWORK = Network(
 )
 
 
-def test_who_is_where() -> None:
+def test_who_is_where_and_the_way_there_and_back_as_json(tmp_path: Path) -> None:
     assert NETWORK.host_names == ["alpha", "alpha", "beta"]
+    assert Network.from_json(json.loads(json.dumps(NETWORK.to_json()))) == NETWORK
+    secret = Secret.create(tmp_path / "run.pem", tls=True)
+    assert Secret.from_json(json.loads(json.dumps(secret.to_json()))) == secret
+    assert [ports_of(text) for text in ("", "7000", "7000-7100")] == [None, (7000, 7000), (7000, 7100)]
 
 
 def test_others_are_told_the_advertised_address() -> None:
@@ -30,29 +35,17 @@ def test_others_are_told_the_advertised_address() -> None:
         assert replace(NETWORK, advertise="10.0.0.9").address_of(listener) == ["10.0.0.9", port]
 
 
-@pytest.mark.parametrize("host", ["10.0.0.9", "node-1.example", "2001:db8::1"])
-def test_addresses_that_can_be_advertised(host: str) -> None:
-    assert Hosts(listen="0.0.0.0", advertise=host).advertise == Join(address="a:1", workers=1, advertise=host).advertise
-
-
-@pytest.mark.parametrize("host", ["10.0.0.9:7000", "http://node", "[2001:db8::1]", "0.0.0.0", "::", "two words", 5])
-def test_what_is_no_hosts_address_is_not_advertised(host: str) -> None:
-    with pytest.raises(BadInput, match="without a port"):
-        Hosts(listen="0.0.0.0", advertise=host)
-    with pytest.raises(BadInput, match="without a port"):
-        Join(address="a:1", workers=1, advertise=host)
-
-
-def test_where_only_this_machine_is_let_in_nothing_else_is_advertised() -> None:
-    with pytest.raises(BadInput, match=r"also give --listen 0\.0\.0\.0"):
+def test_what_can_be_advertised() -> None:
+    for host in ("10.0.0.9", "node-1.example", "2001:db8::1"):
+        assert Hosts(listen="0.0.0.0", advertise=host).advertise == host
+        assert Join(address="a:1", workers=1, advertise=host).advertise == host
+    no_hosts = ("10.0.0.9:7000", "http://node", "[2001:db8::1]", "0.0.0.0", "::", "two words", 5)
+    cases = [(host, "without a port") for host in no_hosts]
+    all_refused(lambda host: Hosts(listen="0.0.0.0", advertise=host), cases)
+    all_refused(lambda host: Join(address="a:1", workers=1, advertise=host), cases)
+    with pytest.raises(BadInput, match=r"also give --listen 0\.0\.0\.0"):  # where only this machine is let in
         Hosts(advertise="10.0.0.9")
     assert Hosts(advertise="localhost").listen == "127.0.0.1"
-
-
-def test_there_and_back_as_json(tmp_path: Path) -> None:
-    assert Network.from_json(json.loads(json.dumps(NETWORK.to_json()))) == NETWORK
-    secret = Secret.create(tmp_path / "run.pem", tls=True)
-    assert Secret.from_json(json.loads(json.dumps(secret.to_json()))) == secret
 
 
 def test_a_secret_is_never_shown(tmp_path: Path) -> None:
@@ -63,6 +56,27 @@ def test_a_secret_is_never_shown(tmp_path: Path) -> None:
     assert b"t".hex() * 4 not in repr(NETWORK)
 
 
-@pytest.mark.parametrize(("text", "ports"), [("", None), ("7000", (7000, 7000)), ("7000-7100", (7000, 7100))])
-def test_ports(text: str, ports: tuple[int, int] | None) -> None:
-    assert ports_of(text) == ports
+def test_a_file_holds_a_runs_secret(tmp_path: Path) -> None:
+    """Both ends derive the same token; one made for TLS will do without, not the other way round."""
+    path = tmp_path / "run.pem"
+    made = Secret.create(path, tls=False)
+    assert made == Secret.load(path, tls=False)
+    assert made.credentials is None
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.pem"]
+    with pytest.raises(BadInput, match="does not hold a private key"):
+        Secret.load(path, tls=True)
+    Secret.create(tmp_path / "tls.pem", tls=True)
+    assert Secret.load(tmp_path / "tls.pem", tls=False).token is not None
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    """A short one; and where the folder is missing, the file that was asked for is named."""
+    path = tmp_path / "run.pem"
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(BadInput, match="too short for a run's secret .5 bytes, and at least 32"):
+        Secret.load(path, tls=False)
+    for tls in (True, False):
+        with pytest.raises(BadInput, match=r"cannot write .* to .*/not there/run\.pem: .* Make the folder first"):
+            Secret.create(tmp_path / "not there" / "run.pem", tls=tls)

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from manyhands.engines.hosts.roster import Offer, Roster, free_name, hello
 
 
@@ -11,35 +7,29 @@ def roster() -> Roster:
     return Roster(4, [Offer("alpha", 2)])
 
 
-def test_whoever_has_the_same_versions_may_join() -> None:
-    assert roster().refusal(hello(2)) == ""
-    assert roster().refusal(hello(1)) == ""
-
-
-def test_too_many_workers() -> None:
-    assert "this run needs 2 more of its 4 workers, and this host offers 3: join with --workers 2" in roster().refusal(
-        hello(3)
-    )
-
-
-def test_a_late_one() -> None:
+def test_who_may_join() -> None:
+    """Whoever has the same versions, and no more workers than are missing, unless members may change."""
+    assert roster().refusal(hello(2)) == roster().refusal(hello(1)) == ""
+    wanted = "this run needs 2 more of its 4 workers, and this host offers 3: join with --workers 2"
+    assert wanted in roster().refusal(hello(3))
+    assert "offers 3" in Roster(2, [Offer("alpha", 1)]).refusal(hello(3))
+    assert Roster(2, [Offer("alpha", 1)], takes_part_of_offers=True).refusal(hello(3)) == ""
     full = roster()
     full.offers.append(Offer("beta", 2))
     assert full.refusal(hello(1)).startswith("this run has all of its workers already (4)")
 
 
-@pytest.mark.parametrize("name", ["python", "torch", "manyhands"])
-def test_other_versions_are_named(name: str) -> None:
-    output = hello(1)
-    output["versions"][name] = "0.0"
-    refusal = roster().refusal(output)
-    assert "versions differ" in refusal
-    assert f"{name} 0.0" in refusal
+def test_other_versions_are_named() -> None:
+    for name in ("python", "torch", "manyhands"):
+        output = hello(1)
+        output["versions"][name] = "0.0"
+        refusal = roster().refusal(output)
+        assert "versions differ" in refusal
+        assert f"{name} 0.0" in refusal
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_is_no_offer() -> None:
+    for change in (
         {"purpose": "ring"},
         {"purpose": None},
         {"workers": 0},
@@ -47,19 +37,14 @@ def test_other_versions_are_named(name: str) -> None:
         {"workers": "2"},
         {"host": 7},
         {"versions": []},
-    ],
-)
-def test_what_is_no_offer(change: dict[str, Any]) -> None:
-    assert roster().refusal({**hello(1), **change})
+    ):
+        assert roster().refusal({**hello(1), **change}), change
 
 
-def test_ranks_are_contiguous_on_every_host() -> None:
+def test_ranks_are_contiguous_on_every_host_and_hosts_of_one_name_are_told_apart() -> None:
     four = Roster(5, [Offer("alpha", 2), Offer("beta", 1), Offer("gamma", 2)])
     assert four.process_indices() == [[0, 1], [2], [3, 4]]
     assert four.missing == 0
-
-
-def test_hosts_of_one_name_are_told_apart() -> None:
     same = Roster(4, [Offer("alpha", 2), Offer("alpha", 1)])
     assert same.names() == ["alpha (1)", "alpha (2)"]
     assert same.text() == "workers that are here: 3 of 4 (alpha (1) 2, alpha (2) 1)"
@@ -75,20 +60,12 @@ def test_a_hosts_name_commands_no_terminal_and_forges_no_line() -> None:
     assert roster().refusal({**output, "host": ""}) != ""
 
 
-@pytest.mark.parametrize(
-    ("names", "name"),
-    [
+def test_a_host_that_joins_later_has_a_name_of_its_own() -> None:
+    for names, name in (
         (["alpha"], "beta"),
         (["alpha", "beta"], "beta (2)"),
         (["beta (1)", "beta (2)"], "beta (3)"),
         (["beta (1)"], "beta (2)"),  # the one that had it is lost
         (["beta", "beta (2)"], "beta (3)"),
-    ],
-)
-def test_a_host_that_joins_later_has_a_name_of_its_own(names: list[str], name: str) -> None:
-    assert free_name("beta", names) == name
-
-
-def test_a_host_that_offers_more_gives_what_is_missing_where_members_may_change() -> None:
-    assert "offers 3" in Roster(2, [Offer("alpha", 1)]).refusal(hello(3))
-    assert Roster(2, [Offer("alpha", 1)], takes_part_of_offers=True).refusal(hello(3)) == ""
+    ):
+        assert free_name("beta", names) == name, names
