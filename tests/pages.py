@@ -3,8 +3,8 @@
 A mark above a fence says how its block is run: without one, by test_readme.py, in `make test`.
 
 - `<!-- not run: why -->`: nowhere.
-- `<!-- run with spark, tensorflow -->`: by test_readme_frameworks_integration.py, where these are installed, in `make test-all`.
-- `<!-- run in make test-all: why -->`: by test_readme.py, among the slow tests.
+- `<!-- run with spark, tensorflow -->`: by test_readme_frameworks_integration.py, where these are installed, in `make test-nightly`.
+- `<!-- run in make test-slow: why -->`, and test-nightly: by test_readme.py, among the slow or the nightly tests.
 - `<!-- run on two hosts -->`: by test_hosts_network_integration.py, where network namespaces are allowed.
 - `<!-- run in containers -->`, and on the first or second of two hosts: by test_containers_integration.py, where namespaces are.
 """
@@ -22,12 +22,13 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run in make test-all", "run on two hosts"
+HERE, NOWHERE, SLOW, TWO_HOSTS = "", "not run", "run in make test-slow", "run on two hosts"
+NIGHTLY = "run in make test-nightly"
 CONTAINERS = "run in containers"
 FIRST_HOST, SECOND_HOST = (f"{CONTAINERS} on the {place} of two hosts" for place in ("first", "second"))
 FRAMEWORKS = "run with "
 _MARK = re.compile(
-    r"<!-- (not run|run with [^:]+|run in make test-all|run on two hosts|"
+    r"<!-- (not run|run with [^:]+|run in make test-slow|run in make test-nightly|run on two hosts|"
     r"run in containers(?: on the (?:first|second) of two hosts)?)(?:: (.+))? -->"
 )
 
@@ -89,7 +90,7 @@ class Snippet:
     @property
     def libraries(self) -> list[str]:
         """That it is run with; none where it is run otherwise."""
-        named = self.how.startswith(FRAMEWORKS) and self.how != SLOW
+        named = self.how.startswith(FRAMEWORKS) and self.how not in (SLOW, NIGHTLY)
         return self.how.removeprefix(FRAMEWORKS).split(", ") if named else []
 
 

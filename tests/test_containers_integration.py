@@ -111,7 +111,7 @@ def blocks(how: str) -> list[str]:
     return [part.text for part in parts]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_container_is_as_small_as_the_page_says(environment: dict[str, str], project: Path) -> None:
     """And is enough for two workers of which each shares 160 MB."""
     (project / "probe.py").write_text(textwrap.dedent(PROBE))
@@ -133,7 +133,7 @@ def test_the_container_is_as_small_as_the_page_says(environment: dict[str, str],
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_one_host(environment: dict[str, str], project: Path) -> None:
     """Nothing is left in /dev/shm or /tmp: `docker` would end with an exit code of its own."""
     for block in blocks(CONTAINERS):
@@ -146,7 +146,7 @@ def test_the_commands_of_one_host(environment: dict[str, str], project: Path) ->
     assert [(one["workers"], one["threads"]) for one in results] == [(2, 1), (2, 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_docker_stop(environment: dict[str, str], project: Path) -> None:
     """SIGTERM to process 1: a checkpoint and exit code 75; the same command goes on with --resume."""
     train = ["manyhands", "train", "digits", "--workers", "2", "--epochs", "10000", "--run-dir", "run"]
@@ -178,7 +178,7 @@ def hosts() -> Iterator[TwoHosts]:
         yield both
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_containers_of_two_hosts_meet_at_published_ports(
     hosts: TwoHosts, environment: dict[str, str], project: Path, tmp_path: Path
 ) -> None:

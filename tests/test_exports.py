@@ -81,18 +81,19 @@ def _typed() -> dict[str, str]:
     return typed
 
 
-@pytest.mark.parametrize(("catalogue", "name"), [(kind, name) for kind, rows in CATALOGUES.items() for name in rows])
-def test_every_catalogue_entry_imports(catalogue: str, name: str) -> None:
-    module, _, attribute = CATALOGUES[catalogue][name].partition(":")
-    made = getattr(importlib.import_module(module), attribute)
-    if catalogue == "tasks":
-        assert callable(made)
-        assert name in tasks.SUMMARIES
-    else:
-        base = {"strategies": Strategy, "engines": Engine}[catalogue]
-        assert issubclass(made, base)
-        assert made.name == name
-        assert getattr(mh, made.__name__) is made
+def test_every_catalogue_entry_imports() -> None:
+    bases = {"strategies": Strategy, "engines": Engine}
+    for catalogue, rows in CATALOGUES.items():
+        for name, where in rows.items():
+            module, _, attribute = where.partition(":")
+            made = getattr(importlib.import_module(module), attribute)
+            if catalogue == "tasks":
+                assert callable(made), name
+                assert name in tasks.SUMMARIES
+            else:
+                assert issubclass(made, bases[catalogue]), name
+                assert made.name == name
+                assert getattr(mh, made.__name__) is made, name
 
 
 def test_hints_lead_somewhere() -> None:

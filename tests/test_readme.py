@@ -25,7 +25,7 @@ from manyhands.cli.commands import app
 from manyhands.comm.codecs import CODECS
 from manyhands.server.rules import RULES
 from manyhands.strategies import CATALOGUE
-from pages import HERE, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, title, write_scripts
+from pages import HERE, NIGHTLY, NOWHERE, PAGES, ROOT, SLOW, commands, of, script, snippets, title, write_scripts
 
 SCRIPT_S = 60.0
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -79,14 +79,20 @@ def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             follow(words, tmp_path / str(i))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", pages_with("bash", SLOW), ids=title)
-def test_slow_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "how"),
+    [
+        pytest.param(page, how, marks=mark, id=title(page))
+        for how, mark in ((SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly))
+        for page in pages_with("bash", how)
+    ],
+)
+def test_slow_commands_run(page: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
-    for i, words in enumerate(commands(page, SLOW)):
+    for i, words in enumerate(commands(page, how)):
         follow(words, tmp_path / str(i))
 
 
@@ -146,30 +152,28 @@ def ran_here(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_what_is_not_run_says_why() -> None:
     """In more than a word or two, so that a reader can tell whether it still holds."""
-    marked = [part for page in PAGES for part in snippets(page) if part.how in (NOWHERE, SLOW)]
+    marked = [part for page in PAGES for part in snippets(page) if part.how in (NOWHERE, SLOW, NIGHTLY)]
     assert [part.where for part in marked if len(part.why.split()) < 4] == []
 
 
 def test_only_known_programs_are_shown() -> None:
     """A block that names another one is marked, and run elsewhere or not at all."""
-    shown = {words[0] for page in PAGES for words in commands(page, HERE, SLOW)}
+    shown = {words[0] for page in PAGES for words in commands(page, HERE, SLOW, NIGHTLY)}
     assert shown <= {"manyhands", "python", "torchrun"}
     parts = [part for page in PAGES for part in snippets(page)]
     assert {part.language for part in parts} <= {"python", "bash", "diff", "json", "text"}
     assert {library for part in parts for library in part.libraries} <= {"spark", "tensorflow", "jax"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=title)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        path, _, anchor = target.partition("#")
-        if path.startswith("http"):
-            continue
-        file = (page.parent / path) if path else page
-        assert file.exists(), f"{title(page)} links to {target}, which is not there"
-        assert not anchor or anchor in anchors(file), (
-            f"{title(page)} links to {target}: {file.name} has no such heading"
-        )
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            if path.startswith("http"):
+                continue
+            file = (page.parent / path) if path else page
+            assert file.exists(), f"{title(page)} links to {target}, which is not there"
+            assert not anchor or anchor in anchors(file), f"{title(page)}: {file.name} has no heading {anchor}"
 
 
 def anchors(page: Path) -> set[str]:

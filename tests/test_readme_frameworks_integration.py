@@ -85,7 +85,7 @@ def test_every_marked_block_is_run_here() -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", ["tensorflow", "jax"])
 def test_another_frameworks_cluster(library: str, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     need(library)
@@ -95,7 +95,7 @@ def test_another_frameworks_cluster(library: str, local: Local, monkeypatch: pyt
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensorflow_fed_from_spark(session: Callable[[int], Any]) -> None:
     need("tensorflow")
     spark = session(4)
@@ -105,7 +105,7 @@ def test_tensorflow_fed_from_spark(session: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_spark(session: Callable[[int], Any]) -> None:
     from pyspark.ml.linalg import Vectors
 
@@ -118,7 +118,7 @@ def test_on_spark(session: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_of_older_systems(session: Callable[[int], Any]) -> None:
     """Whose names the blocks use: the compiled Keras model, a PyTorch class, a function of a program, and one of TensorFlowOnSpark's kind."""
     import keras

@@ -28,7 +28,7 @@ DIRT = (
 )
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def run(*words: Any, cwd: Path) -> str:
