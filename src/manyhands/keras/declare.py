@@ -58,6 +58,7 @@ def task(
         train_data = rows.packed(x, y, sample_weight, class_weight)
         if validation_split and validation is None:
             train_data, validation = rows.split(train_data, validation_split)
+            validation = validation if class_weight is None else validation[:2]  # `fit` weighs no validation by class
     elif any(one is not None for one in (y, sample_weight, class_weight)) or validation_split:
         raise BadInput(
             "x gives whole batches, (x, y) or (x, y, sample_weight), so y, sample_weight, class_weight and "
