@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import shellingham
-from test_commands import asked, invoke  # noqa: F401 - a fixture
+from command_line import invoke, refused
 
 from manyhands import tasks
 from manyhands.cli import commands
@@ -32,7 +32,7 @@ tls = true
 """
 
 
-def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path: Path, asked: dict[str, Any]) -> None:
     done = invoke("train", "--config", written(tmp_path, GOOD), "-n", "3")
     assert done.exit_code == 0, done.output
     assert asked["task"] == "digits:width=3"
@@ -41,7 +41,7 @@ def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path: Path
     assert (asked["task"], asked["workers"]) == ("chars", 2)
 
 
-def test_what_is_printed_is_read_as_the_same(tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
+def test_what_is_printed_is_read_as_the_same(tmp_path: Path, asked: dict[str, Any]) -> None:
     words = ["digits", "-n", "2", "--strategy", 'local-sgd:period="8"', "--epochs", "3", "--no-tls", "--run-dir", "a b"]
     printed = invoke("train", *words, "--print-config")
     assert printed.exit_code == 0
@@ -64,44 +64,26 @@ def test_every_option_is_in_the_file() -> None:
     assert {name for name in names if not any(name.startswith(one) or one.startswith(name) for one in found)} == set()
 
 
-BAD = {
-    "an unknown key": (
-        'task = "digits"\nworker = 2\n',
-        "line 2: no option 'worker' .did you mean 'workers'.*known are task, workers",
-    ),
-    "a text as number": ('task = "digits"\n\nepochs = "five"\n', "line 3: epochs must be a whole number, not 'five'"),
-    "a fraction as number": ("epochs = 2.5\n", "line 1: epochs must be a whole number, not 2.5"),
-    "a number as switch": ("\nresume = 1\n", "line 2: resume must be true or false, not 1"),
-    "a list": ("workers = [1, 2]\n", r"line 1: workers must be a text or a number, not \[1, 2\]"),
-    "a table": ("[task]\nname = 1\n", "line 1: task must be a text"),
-    "no TOML": ("task = digits\n", r"is not TOML: .*line 1"),
-}
-
-
-@pytest.mark.parametrize("mistake", BAD)
-def test_a_bad_file_is_one_line_with_its_place(mistake: str, tmp_path: Path, asked: dict[str, Any]) -> None:  # noqa: F811
-    text, says = BAD[mistake]
-    done = invoke("train", "--config", written(tmp_path, text))
-    assert (done.exit_code, done.stdout) == (2, ""), done.output
-    assert re.search(says, done.stderr), done.stderr
-    assert "run.toml" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_a_bad_file_is_one_line_with_its_place(tmp_path: Path, asked: dict[str, Any]) -> None:
+    unknown = r"line 2: no option 'worker' .did you mean 'workers'.*known are task, workers"
+    for text, says in (
+        ('task = "digits"\nworker = 2\n', unknown),
+        ('task = "digits"\n\nepochs = "five"\n', "line 3: epochs must be a whole number, not 'five'"),
+        ("epochs = 2.5\n", "line 1: epochs must be a whole number, not 2.5"),
+        ("\nresume = 1\n", "line 2: resume must be true or false, not 1"),
+        ("workers = [1, 2]\n", r"line 1: workers must be a text or a number, not \[1, 2\]"),
+        ("[task]\nname = 1\n", "line 1: task must be a text"),
+        ("task = digits\n", r"is not TOML: .*line 1"),
+    ):
+        done = invoke("train", "--config", written(tmp_path, text))
+        assert (done.exit_code, done.stdout) == (2, ""), done.output
+        (line,) = done.stderr.splitlines()
+        assert re.search(f"run.toml.*{says}", line), line
+    refused("no.toml: No such file", "train", "--config", str(tmp_path / "no.toml"))
     assert not asked
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    done = invoke("train", "--config", str(tmp_path / "no.toml"))
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-    assert "no.toml: No such file" in done.stderr
-
-
-def test_train_without_a_task_says_where_to_name_one() -> None:
-    done = invoke("train")
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-    assert "manyhands train digits" in done.stderr
-
-
-def test_trackers_are_options(asked: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
+def test_trackers_are_options(asked: dict[str, Any], tmp_path: Path) -> None:
     done = invoke("train", "digits", "--mlflow", "mine", "--wandb", "ours", "--tensorboard", str(tmp_path))
     if done.exit_code:
         assert "which is not installed: pip install" in done.stderr  # of the first that is not there
@@ -112,26 +94,21 @@ def test_trackers_are_options(asked: dict[str, Any], tmp_path: Path) -> None:  #
 
 def test_shells_complete_strategies_tasks_and_engines() -> None:
     assert completing("strategies")("lo") == ["local-sgd"]
-    assert completing("strategies")("allreduce,d") == [
-        f"allreduce,{name}" for name in ("diloco", "downpour", "dynsgd", "distance")
-    ]
+    with_d = ["diloco", "downpour", "dynsgd", "distance"]
+    assert completing("strategies")("allreduce,d") == [f"allreduce,{name}" for name in with_d]
     assert completing("tasks")("") == [*tasks.CATALOGUE]
     assert "hosts" in completing("engines")("h")
 
 
-@pytest.mark.parametrize("shell", [None, "dash"])
-def test_completion_without_a_shell(
-    shell: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def detected() -> tuple[str, str]:
-        if shell is None:
-            raise shellingham.ShellDetectionFailure
-        return shell, f"/bin/{shell}"
+def test_completion_without_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def undetected() -> tuple[str, str]:
+        raise shellingham.ShellDetectionFailure
 
-    monkeypatch.setattr(shellingham, "detect_shell", detected)
     monkeypatch.setattr("sys.argv", ["manyhands", "--show-completion"])
-    with pytest.raises(SystemExit) as ended:
-        commands.main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "one of bash, zsh, fish" in line
+    for detected in (undetected, lambda: ("dash", "/bin/dash")):
+        monkeypatch.setattr(shellingham, "detect_shell", detected)
+        with pytest.raises(SystemExit) as ended:
+            commands.main()
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "one of bash, zsh, fish" in line

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
+from command_line import invoke as command
+from command_line import refused
 
 import manyhands as mh
-from manyhands.cli.commands import app
 from manyhands.cli.data import text
 from manyhands.data.shards.survey import survey
 
@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*words: str) -> Any:
-    return CliRunner().invoke(app, ["data", *words])
+    return command("data", *words)
 
 
 def test_what_a_folder_holds() -> None:
@@ -54,22 +54,20 @@ def test_json_is_the_survey() -> None:
     assert json.loads(done.stdout) == json.loads(wanted.to_json())
 
 
-@pytest.mark.parametrize("workers", [2, 40])
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_line_is_wider_than_the_terminal(workers: int, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal() -> None:
     columns = {f"a_long_name_of_column_{i}": np.array(["a long value " * 5] * 10) for i in range(8)}
     mh.write_shards(columns, "wide.parquet")
-    for path, count in (("rows", True), ("rows", False), ("wide.parquet", True)):
-        shown = text(survey([path], workers=workers, shuffle="blocks:3", count=count), width)
-        assert max(map(len, shown.splitlines())) <= width
+    for workers in (2, 40):
+        for path, count in (("rows", True), ("rows", False), ("wide.parquet", True)):
+            found = survey([path], workers=workers, shuffle="blocks:3", count=count)
+            for width in (60, 80, 120):
+                shown = text(found, width)
+                assert max(map(len, shown.splitlines())) <= width
     assert "more columns" in shown
     assert "a_long_name_of_column_0" in shown
-
-
-def test_many_workers_have_one_line_each_number() -> None:
-    shown = text(survey(["rows"], workers=40))
-    assert "  each rows    6–13" in shown  # 64 rows: 1 or 2 of six batches, the last of 16 rows
-    assert "  worker  " not in shown
+    many = text(survey(["rows"], workers=40))  # they have one line each number
+    assert "  each rows    6–13" in many  # 64 rows: 1 or 2 of six batches, the last of 16 rows
+    assert "  worker  " not in many
 
 
 def test_uncounted_rows() -> None:
@@ -113,9 +111,8 @@ def test_several_paths_and_an_npz() -> None:
     assert invoke("a.npz", "--to", "a.arrow").stdout.startswith("a.arrow: 3 rows in 1 file")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_bad_input_is_one_message_and_exit_code_2() -> None:
+    for words, message in (
         (["nowhere"], "there is no file or folder 'nowhere'"),
         (["rows", "--columns", "z"], "has no column 'z'; it has x, y"),
         (["rows", "--shuffle", "blocks:0"], '"blocks:K"'),
@@ -129,18 +126,12 @@ def test_several_paths_and_an_npz() -> None:
         (["rows", "--to", "rows"], "the folder 'rows' is not empty"),
         (["rows", "--to", "out.tar", "--row-group-bytes", "1MB"], ".tar files have no row groups"),
         (["rows", "a.npz"], "there is no file or folder 'a.npz'"),
-    ],
-)
-def test_bad_input_is_one_message_and_exit_code_2(words: list[str], message: str) -> None:
-    done = invoke(*words)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("manyhands: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not Path("out").exists()
-
-
-def test_what_is_a_number_must_be_one() -> None:
-    assert invoke("rows", "-n", "0").exit_code == 2
-    assert invoke().exit_code == 2
+    ):
+        done = invoke(*words)
+        assert (done.exit_code, done.stdout) == (2, ""), words
+        assert done.stderr.startswith("manyhands: ")
+        assert message in done.stderr, words
+        assert done.stderr.count("\n") == 1
+        assert not Path("out").exists()
+    refused("", "data", "rows", "-n", "0")
+    refused("", "data")

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from manyhands.cli.commands import app
-
-
-def invoke(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
+from command_line import invoke, refused
 
 
 @pytest.fixture
@@ -56,17 +50,9 @@ def test_compare_has_defaults_that_do(compared: dict[str, Any]) -> None:
 
 
 def test_compare_takes_its_options(compared: dict[str, Any], tmp_path: Path) -> None:
-    words = [
-        "--strategies",
-        "allreduce,easgd:period=4,alpha=.1",
-        "--workers",
-        "2,4",
-        "--repeats",
-        "5",
-        "--validations",
-        "7",
-    ]
-    words += ["--target", "test_loss<=0.1", "--network", "lan", "--epochs", "2", "--output", str(tmp_path)]
+    words = ["--strategies", "allreduce,easgd:period=4,alpha=.1", "--workers", "2,4", "--repeats", "5"]
+    words += ["--validations", "7", "--target", "test_loss<=0.1", "--network", "lan", "--epochs", "2"]
+    words += ["--output", str(tmp_path)]
     done = invoke("compare", "digits", *words, "--markdown", str(tmp_path / "table.md"))
     assert done.exit_code == 0, done.output
     assert compared["strategies"] == ["allreduce", "easgd:period=4,alpha=.1"]
@@ -107,52 +93,40 @@ def test_without_the_report_extra_the_table_is_printed_and_the_page_can_be_made_
     assert list(tmp_path.glob("*/report.html"))
 
 
-@pytest.mark.parametrize("command", ["compare", "estimate"])
-@pytest.mark.parametrize("workers", ["two", "2,0", "2,,4", ""])
-def test_workers_are_numbers(command: str, workers: str, compared: dict[str, Any], tmp_path: Path) -> None:
-    more = ["--profile", str(tmp_path)] if command == "estimate" else []
-    done = invoke(command, "digits", "--workers", workers, *more)
-    assert done.exit_code == 2
-    assert "--workers must be whole numbers of at least 1, separated by commas, such as 1,2,4; not" in done.stderr
+def test_workers_are_numbers(compared: dict[str, Any], tmp_path: Path) -> None:
+    for name, more in (("compare", []), ("estimate", ["--profile", str(tmp_path)])):
+        for workers in ("two", "2,0", "2,,4", ""):
+            refused("--workers must be whole numbers of at least 1", name, "digits", "--workers", workers, *more)
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
-def test_check_ends_with_what_it_found(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def noting(monkeypatch: pytest.MonkeyPatch, function: str, **gives: Any) -> dict[str, Any]:
+    """What a function of the evidence is asked for; it gives an object with these attributes."""
     asked: dict[str, Any] = {}
 
-    def check(task: str, **options: Any) -> Any:
+    def noted(task: str, **options: Any) -> Any:
         asked.update(options, task=task)
-        return SimpleNamespace(passed=passed, text=lambda: "the findings", to_json=lambda: "{}")
+        return SimpleNamespace(to_json=lambda: "{}", **gives)
 
-    monkeypatch.setattr("manyhands.evidence.check.check.check", check)
-    done = invoke("check", "digits", "--workers", "3", "--batch-size", "8")
-    assert (done.exit_code, done.stdout) == (code, "the findings\n")
-    assert (asked["task"], asked["workers"], asked["steps"], asked["batch_size"]) == ("digits", 3, 8, 8)
-    assert invoke("check", "digits", "--json").stdout == "{}\n"
+    monkeypatch.setattr(f"manyhands.evidence.{function}", noted)
+    return asked
 
 
-def test_estimate_asks_for_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
+def test_check_ends_with_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for passed, code in ((True, 0), (False, 1)):
+        asked = noting(monkeypatch, "check.check.check", passed=passed, text=lambda: "the findings")
+        done = invoke("check", "digits", "--workers", "3", "--batch-size", "8")
+        assert (done.exit_code, done.stdout) == (code, "the findings\n")
+        assert (asked["task"], asked["workers"], asked["steps"], asked["batch_size"]) == ("digits", 3, 8, 8)
+        assert invoke("check", "digits", "--json").stdout == "{}\n"
 
-    def estimate(task: str, **options: Any) -> Any:
-        asked.update(options, task=task)
-        return SimpleNamespace(to_json=lambda: "{}")
 
-    monkeypatch.setattr("manyhands.evidence.estimate.estimate.estimate", estimate)
+def test_estimate_asks_for_a_profile_or_for_spark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = noting(monkeypatch, "estimate.estimate.estimate")
     assert invoke("estimate", "digits").exit_code == 2
     done = invoke("estimate", "digits", "--profile", str(tmp_path / "p.json"), "--workers", "8,64", "--json")
     assert (done.exit_code, done.stdout) == (0, "{}\n")
     assert (asked["profile"], asked["workers"]) == (tmp_path / "p.json", [8, 64])
-
-
-def test_estimate_for_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def executor_memory(task: str, **options: Any) -> Any:
-        asked.update(options, task=task)
-        return SimpleNamespace(to_json=lambda: "{}")
-
-    monkeypatch.setattr("manyhands.evidence.estimate.executor_memory.executor_memory", executor_memory)
+    asked = noting(monkeypatch, "estimate.executor_memory.executor_memory")
     spark = ["estimate", "digits", "--engine", "spark:memory_mb=64", "--json"]
     assert invoke(*spark).stdout == "{}\n"
     assert (asked["workers"], asked["workers_per_executor"], asked["strategy"]) == (8, 4, "allreduce")
@@ -162,18 +136,13 @@ def test_estimate_for_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked["engine"], asked["batch_size"]) == ("spark:memory_mb=64", 60)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
+def test_estimates_that_do_not_go_together(nothing_starts: None) -> None:
+    for words, reason in (
         (["--engine", "hosts"], "estimate knows --engine sim (the default: time, by a profile) and --engine spark"),
         (["--engine", "sim:network=lan", "--profile", "p.json"], "are --network and --compute here"),
         (["--engine", "spark", "--steps", "9"], "--steps is of estimates of time"),
         (["--engine", "spark", "--workers", "2,4"], "give one number of workers and one strategy"),
         (["--engine", "spark", "--strategies", "solo,diloco"], "give one number of workers and one strategy"),
         (["--workers-per-executor", "2"], "--workers-per-executor is of executors: give --engine spark"),
-    ],
-)
-def test_estimates_that_do_not_go_together(words: list[str], reason: str, nothing_starts: None) -> None:
-    done = invoke("estimate", "digits", *words)
-    assert done.exit_code == 2
-    assert reason in done.stderr
+    ):
+        refused(reason, "estimate", "digits", *words)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_commands import invoke
+from command_line import invoke, refused
 from torch import nn
 
 import manyhands as mh
@@ -46,14 +46,12 @@ def test_a_finished_run_is_told_again_with_its_curves(finished: tuple[Path, mh.R
     first, last = run.history[0]["loss"], run.history[-1]["loss"]
     assert re.fullmatch(rf"  loss +{first:.4g} [▁-█]{{24}} {last:.4g}", curves[0])
     assert len(re.findall(r"[▁-█]", curves[1])) == 3
-
-
-def test_curves_are_what_was_recorded(finished: tuple[Path, mh.Run]) -> None:
-    folder, run = finished
     _, found = summaries.read(folder)
     assert found["loss"] == [(row["step"], row["loss"]) for row in run.history]
     assert [step for step, _ in found["validation_loss"]] == [8, 16, 24]
     assert found["validation_loss"][-1][1] == run.metrics["validation_loss"]
+    for width in (60, 80):
+        assert max(map(len, summaries.text_of_directory(folder, width).splitlines()[-3:])) <= width
 
 
 def test_a_run_that_is_not_finished_is_told_as_far_as_it_came(tmp_path: Path) -> None:
@@ -72,9 +70,8 @@ def test_a_run_that_is_not_finished_is_told_as_far_as_it_came(tmp_path: Path) ->
 
 
 def test_a_comparison_is_told_again_and_its_page_made(tmp_path: Path) -> None:
-    found = mh.compare(
-        task(epochs=1), strategies=["allreduce"], workers=[2], engine="sim:compute='row=1e-3'", repeats=1, validations=1
-    )
+    options: dict[str, Any] = {"engine": "sim:compute='row=1e-3'", "repeats": 1, "validations": 1}
+    found = mh.compare(task(epochs=1), strategies=["allreduce"], workers=[2], **options)
     page = save(found, tmp_path)
     page.unlink()
     done = invoke("summary", str(tmp_path))
@@ -82,20 +79,11 @@ def test_a_comparison_is_told_again_and_its_page_made(tmp_path: Path) -> None:
     assert found.verdict.split(":")[0] in done.stdout
     assert page.exists()
     (tmp_path / "report.json").write_text("{}")
-    assert invoke("summary", str(tmp_path)).exit_code == 2
+    refused("", "summary", str(tmp_path))
 
 
-@pytest.mark.parametrize("place", ["nothing", "file", "folder"])
-def test_what_is_no_run(place: str, tmp_path: Path) -> None:
+def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    done = invoke("summary", str(tmp_path / place))
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert "give the directory of a run (events.jsonl is in it) or of a comparison" in done.stderr
-
-
-def test_lines_fit_the_terminal(finished: tuple[Path, mh.Run]) -> None:
-    for width in (60, 80):
-        curves = summaries.text_of_directory(finished[0], width).splitlines()[-3:]
-        assert max(map(len, curves)) <= width
+    for place in ("nothing", "file", "folder"):
+        refused("give the directory of a run (events.jsonl is in it)", "summary", str(tmp_path / place))

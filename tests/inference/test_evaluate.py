@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,36 +50,34 @@ def root(sums: Tensor) -> dict[str, float]:
     return {"rmse": float((sums[0] / sums[1]).sqrt())}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_means_are_of_all_rows(workers: int) -> None:
-    found = mh.evaluate(model(), (X, Y), metrics=metrics, workers=workers, engine="sim", batch_size=BATCH)
+def test_means_are_of_all_rows() -> None:
     with torch.no_grad():
         rows = F.cross_entropy(model()(X), Y, reduction="none")
     weights = X[:, 0].exp()
-    wanted = {
+    means = {
         "loss": rows.mean(),
         "weighted": (rows * weights).sum() / weights.sum(),
         "rmse": rows.square().mean().sqrt(),
         "chosen": rows[X[:, 1] > 1.5].mean(),
     }
-    assert found == pytest.approx({name: float(value) for name, value in wanted.items()}, rel=1e-12)
+    wanted = {name: float(value) for name, value in means.items()}
+    for workers in (1, 2, 3, 5):
+        found = mh.evaluate(model(), (X, Y), metrics=metrics, workers=workers, engine="sim", batch_size=BATCH)
+        assert found == pytest.approx(wanted, rel=1e-12), workers
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_what_is_no_mean_is_found_of_all_rows_in_order(workers: int) -> None:
+def test_what_is_no_mean_is_found_of_all_rows_in_order() -> None:
     def of_all(rows: tuple[Tensor, Tensor]) -> dict[str, Any]:
         outputs, targets = rows
         assert torch.equal(targets, Y)
         return {"median": outputs[:, 0].median(), "rows": len(outputs)}
 
-    found = mh.evaluate(model(), (X, Y), of_all=of_all, workers=workers, engine="sim", batch_size=BATCH)
     with torch.no_grad():
-        wanted = torch.cat([model()(batch) for batch in X.split(BATCH)])[:, 0].median()
-    assert found == {"median": float(wanted), "rows": ROWS}
-
-
-def test_means_and_what_is_no_mean_in_one_call() -> None:
-    found = mh.evaluate(
+        median = torch.cat([model()(batch) for batch in X.split(BATCH)])[:, 0].median()
+    for workers in (1, 2, 4):
+        found = mh.evaluate(model(), (X, Y), of_all=of_all, workers=workers, engine="sim", batch_size=BATCH)
+        assert found == {"median": float(median), "rows": ROWS}
+    both = mh.evaluate(
         *(model(), (X, Y)),
         metrics=metrics,
         function=lambda m, b: m(b[0]).argmax(1),
@@ -89,47 +85,50 @@ def test_means_and_what_is_no_mean_in_one_call() -> None:
         workers=2,
         engine="sim",
     )
-    assert set(found) == {"loss", "weighted", "rmse", "chosen", "classes"}
+    assert set(both) == {"loss", "weighted", "rmse", "chosen", "classes"}
 
 
-OBJECTS: dict[str, Callable[[], Any]] = {
-    "sum states": lambda: torchmetrics.classification.BinaryF1Score(),
-    "lists of rows": lambda: torchmetrics.classification.BinaryAUROC(),
-    "binned": lambda: torchmetrics.classification.BinaryAUROC(thresholds=20),
-    "moments, merged by their own rule": lambda: torchmetrics.PearsonCorrCoef(),
-    "the largest": lambda: torchmetrics.MaxMetric(),
-}
+# -- objects of torchmetrics ---------------------------------------------------------------------------------------------
 
 
-def outputs_for(name: str) -> Callable[[nn.Module, Any], Any]:
-    if name == "the largest":
-        return lambda module, batch: (module(batch[0]).float(),)
-    if name.startswith("moments"):
-        return lambda module, batch: (module(batch[0]).float(), batch[0][:, 0].float())
-    return lambda module, batch: (module(batch[0]).float(), batch[1])
+@pytest.fixture(scope="module")
+def torchmetrics() -> Any:
+    return pytest.importorskip("torchmetrics")
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_states_of_torchmetrics_are_merged(name: str, workers: int) -> None:
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchmetrics: what it keeps takes memory
-        torch.manual_seed(3)
-        module, metric = score(), OBJECTS[name]()
-        with torch.no_grad():
-            metric.update(*outputs_for(name)(module, (X, BINARY)))
-        found = mh.evaluate(
-            *(module, (X, BINARY)),
-            metrics={"found": OBJECTS[name]()},
-            function=outputs_for(name),
-            workers=workers,
-            engine="sim",
-            batch_size=BATCH,
-        )
-    assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5)
+def test_states_of_torchmetrics_are_merged(torchmetrics: Any) -> None:
+    """Sums, lists of rows, bins, the largest, and moments, which are merged by a rule of their own."""
+    binary = torchmetrics.classification
+
+    def targets(module: nn.Module, batch: Any) -> Any:
+        return module(batch[0]).float(), batch[1]
+
+    def inputs(module: nn.Module, batch: Any) -> Any:
+        return module(batch[0]).float(), batch[0][:, 0].float()
+
+    def alone(module: nn.Module, batch: Any) -> Any:
+        return (module(batch[0]).float(),)
+
+    for make, outputs in (
+        (binary.BinaryF1Score, targets),
+        (binary.BinaryAUROC, targets),
+        (lambda: binary.BinaryAUROC(thresholds=20), targets),
+        (torchmetrics.PearsonCorrCoef, inputs),
+        (torchmetrics.MaxMetric, alone),
+    ):
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torchmetrics: what it keeps takes memory
+            torch.manual_seed(3)
+            module, metric = score(), make()
+            with torch.no_grad():
+                metric.update(*outputs(module, (X, BINARY)))
+            options: dict[str, Any] = {"function": outputs, "engine": "sim", "batch_size": BATCH}
+            for workers in (1, 2, 3):
+                found = mh.evaluate(module, (X, BINARY), metrics={"found": make()}, workers=workers, **options)
+                assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5), (metric, workers)
 
 
-def test_a_worker_without_rows_takes_no_part_in_the_merge() -> None:
+def test_a_worker_without_rows_takes_no_part_in_the_merge(torchmetrics: Any) -> None:
     """Lists of rows are empty there, and sums are zero."""
     scores, targets = torch.linspace(0, 1, 9), (torch.arange(9) % 3 > 0).long()
 
@@ -145,13 +144,10 @@ def test_a_worker_without_rows_takes_no_part_in_the_merge() -> None:
     assert together(3, program) == [pytest.approx(float(alone.compute()))] * 3
 
 
-def test_collections_and_metrics_of_several_numbers() -> None:
-    both = torchmetrics.MetricCollection(
-        {
-            "each": torchmetrics.classification.MulticlassAccuracy(3, average=None),
-            "all": torchmetrics.Accuracy("multiclass", num_classes=3),
-        }
-    )
+def test_collections_metrics_of_several_numbers_and_what_cannot_be_merged(torchmetrics: Any) -> None:
+    each = torchmetrics.classification.MulticlassAccuracy(3, average=None)
+    all_rows = torchmetrics.Accuracy("multiclass", num_classes=3)
+    both = torchmetrics.MetricCollection({"each": each, "all": all_rows})
     found = mh.evaluate(model(), (X, Y), metrics=both, workers=2, engine="sim", batch_size=BATCH)
     right = model()(X).argmax(1) == Y
     wanted = {"all": right.double().mean()} | {f"each_{i}": right[i == Y].double().mean() for i in range(3)}
@@ -159,26 +155,27 @@ def test_collections_and_metrics_of_several_numbers() -> None:
     one = mh.evaluate(model(), (X, Y), metrics=torchmetrics.Accuracy("multiclass", num_classes=3))
     assert one == {"MulticlassAccuracy": pytest.approx(found["all"])}
 
+    class Averaged(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
 
-class Averaged(torchmetrics.Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
+        def update(self, outputs: Tensor, targets: Tensor) -> None: ...
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.value = outputs.mean()
+        def compute(self) -> Tensor:
+            return self.value
 
-    def compute(self) -> Tensor:
-        return self.value
-
-
-def test_a_metric_that_cannot_be_merged_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"metric 'a' \(Averaged\) averages its state 'value' over processes"):
         mh.evaluate(model(), (X, Y), metrics={"a": Averaged()})
+    with pytest.raises(BadInput, match="a tuple of tensors"):
+        mh.evaluate(model(), (X, Y), metrics=torchmetrics.MeanMetric(), function=lambda m, b: 3)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_runs_own_metrics_on_its_own_rows(tmp_path: Path) -> None:
-    run = mh.train("digits:epochs=1", max_steps=20, run_dir=tmp_path / "run")
+    run = mh.train("digits:epochs=1", max_steps=5, run_dir=tmp_path / "run")
     wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
     for given in (run, tmp_path / "run"):
         for workers in (1, 2):
@@ -193,7 +190,6 @@ def test_what_cannot_be_is_named() -> None:
         ("must be one number", (model(), (X, Y)), {"metrics": lambda m, b: {"a": m(b[0])}}),
         (r"of_all\(rows\) must return", (model(), (X, Y)), {"of_all": lambda rows: 3}),
         ("need batches that are pairs", (model(), X), {"of_all": lambda rows: {}}),
-        ("a tuple of tensors", (model(), (X, Y)), {"metrics": torchmetrics.MeanMetric(), "function": lambda m, b: 3}),
     ):
         with pytest.raises(BadInput, match=words):
             mh.evaluate(*given, **options)

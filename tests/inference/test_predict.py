@@ -25,7 +25,6 @@ from manyhands.inference.program import on_cpu, placed
 from manyhands.worker import Worker
 
 BATCH = 16
-ROWS = [1, 2, 5, 16, 17, 250]
 
 
 def model() -> nn.Module:
@@ -45,12 +44,12 @@ def outputs(module: nn.Module, x: Tensor, batch_size: int = BATCH) -> Tensor:
         return torch.cat([module(batch) for batch in x.split(batch_size)])
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_rows_come_in_order_with_the_bits_of_a_plain_loop(workers: int, rows: int) -> None:
+def test_rows_come_in_order_with_the_bits_of_a_plain_loop() -> None:
     """Rows that do not divide, fewer batches than workers, a last batch that is short."""
-    found = mh.predict(model(), inputs(rows), workers=workers, engine="sim", batch_size=BATCH)
-    assert torch.equal(found, outputs(model(), inputs(rows)))
+    for workers in (1, 2, 3, 5):
+        for rows in (1, 2, 5, 16, 17, 100):
+            found = mh.predict(model(), inputs(rows), workers=workers, engine="sim", batch_size=BATCH)
+            assert torch.equal(found, outputs(model(), inputs(rows))), (workers, rows)
 
 
 def test_the_callers_model_stays_as_it_is() -> None:
@@ -101,53 +100,39 @@ def doubled(module: nn.Module, batch: Any) -> Any:
     return torch.as_tensor(batch) * 2
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("data", [numbers, lambda: numbers(), Numbers(), DataLoader(Numbers(), batch_size=10)])
-def test_a_streams_order_is_its_own(data: Any, workers: int) -> None:
-    found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
-    assert found.tolist() == list(range(0, 202, 2))
+def test_a_streams_order_is_its_own_and_its_shards_come_once_each() -> None:
+    """Some workers end early."""
+    for workers in (1, 2, 3, 4):
+        for data in (numbers, lambda: numbers(), Numbers(), DataLoader(Numbers(), batch_size=10)):
+            found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
+            assert found.tolist() == list(range(0, 202, 2)), (data, workers)
+        found = mh.predict(nn.Identity(), Sharded, function=doubled, workers=workers, engine="sim", batch_size=8)
+        assert sorted(found.tolist()) == sorted(2 * number for number in Sharded()), workers
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_shards_of_a_stream_come_once_each_though_some_workers_end_early(workers: int) -> None:
-    found = mh.predict(nn.Identity(), Sharded, function=doubled, workers=workers, engine="sim", batch_size=8)
-    assert sorted(found.tolist()) == sorted(2 * number for number in Sharded())
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_loader_stands_for_its_dataset_in_its_order(workers: int) -> None:
-    x, y = plain.rows(50)
-    loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=7, shuffle=True, drop_last=True)
-    found = mh.predict(model(), loader, workers=workers, engine="sim", batch_size=BATCH)
-    assert torch.equal(found, outputs(model(), x))
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_texts_go_in_and_come_out(workers: int) -> None:
+def test_a_loader_stands_for_its_dataset_in_its_order_and_texts_go_in_and_come_out() -> None:
     def measured(module: nn.Module, batch: list[str]) -> dict[str, Any]:
         return {"text": [word.upper() for word in batch], "length": torch.tensor([len(word) for word in batch])}
 
-    found = mh.predict(nn.Identity(), Words(), function=measured, workers=workers, engine="sim", batch_size=4)
+    x, y = plain.rows(50)
+    loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=7, shuffle=True, drop_last=True)
     words = [Words()[i] for i in range(37)]
-    assert found["text"] == [word.upper() for word in words]
-    assert found["length"].tolist() == list(map(len, words))
+    for workers in (1, 3):
+        found = mh.predict(model(), loader, workers=workers, engine="sim", batch_size=BATCH)
+        assert torch.equal(found, outputs(model(), x))
+        texts = mh.predict(nn.Identity(), Words(), function=measured, workers=workers, engine="sim", batch_size=4)
+        assert texts["text"] == [word.upper() for word in words]
+        assert texts["length"].tolist() == list(map(len, words))
 
 
 def test_tuples_dicts_and_kept_columns() -> None:
     x = inputs(40)
-    wanted = outputs(model(), x)
+    wanted, options = outputs(model(), x), {"workers": 2, "engine": "sim", "batch_size": BATCH}
     table = {"id": np.array([f"row {i}" for i in range(40)]), "x": x, "other": torch.arange(40)}
-    pair = mh.predict(model(), x, function=lambda m, b: (m(b), b.sum(1)), workers=2, engine="sim", batch_size=BATCH)
+    pair = mh.predict(model(), x, function=lambda m, b: (m(b), b.sum(1)), **options)
     assert torch.equal(pair[0], wanted)
     assert torch.equal(pair[1], x.sum(1))
-    found = mh.predict(
-        *(model(), table),
-        function=lambda m, b: m(b["x"]),
-        keep=("id", "other"),
-        workers=2,
-        engine="sim",
-        batch_size=BATCH,
-    )
+    found = mh.predict(model(), table, function=lambda m, b: m(b["x"]), keep=("id", "other"), **options)
     assert list(found) == ["id", "other", "prediction"]
     assert found["id"].tolist() == table["id"].tolist()
     assert torch.equal(found["other"], table["other"])
@@ -162,32 +147,22 @@ def test_the_first_of_a_tuple_is_the_input_and_a_collate_function_makes_batches(
     assert torch.equal(found, outputs(model(), x))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_rows_go_into_a_file_in_order(workers: int, tmp_path: Path) -> None:
-    x, told = inputs(250), list[tuple[int, int]]()
-    found = mh.predict(
-        *(model(), {"x": x, "id": torch.arange(250)}),
-        function=lambda m, b: m(b["x"]),
-        keep=("id",),
-        output=tmp_path / "out.parquet",
-        workers=workers,
-        engine="sim",
-        batch_size=BATCH,
-        progress=lambda done, total: told.append((done, total)),
-    )
-    assert (found.path, found.rows, len(found.rows_of_workers)) == (tmp_path / "out.parquet", 250, workers)
-    assert sum(found.rows_of_workers) == 250
-    assert told[-1] == (250, 250)
-    assert "250 rows in" in repr(found)
-    table = pq.read_table(found.path)
-    assert table["id"].to_pylist() == list(range(250))
-    assert table["prediction"].to_pylist() == outputs(model(), x).tolist()
-
-
-def test_a_long_piece_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.inference.program.PIECE_BYTES", 150)
-    found = mh.predict(model(), inputs(250), workers=2, engine="sim", batch_size=4)
-    assert torch.equal(found, outputs(model(), inputs(250), 4))
+def test_rows_go_into_a_file_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, columns = inputs(250), {"x": inputs(250), "id": torch.arange(250)}
+    for workers in (1, 3):
+        told, path = list[tuple[int, int]](), tmp_path / f"{workers}.parquet"
+        options: dict[str, Any] = {"workers": workers, "engine": "sim", "batch_size": BATCH}
+        options |= {"progress": lambda done, total, told=told: told.append((done, total)), "keep": ("id",)}
+        found = mh.predict(model(), columns, function=lambda m, b: m(b["x"]), output=path, **options)
+        assert (found.path, found.rows, len(found.rows_of_workers)) == (path, 250, workers)
+        assert (sum(found.rows_of_workers), told[-1]) == (250, (250, 250))
+        assert "250 rows in" in repr(found)
+        table = pq.read_table(found.path)
+        assert table["id"].to_pylist() == list(range(250))
+        assert table["prediction"].to_pylist() == outputs(model(), x).tolist()
+    monkeypatch.setattr("manyhands.inference.program.PIECE_BYTES", 150)  # a long piece is sent in parts
+    found = mh.predict(model(), x, workers=2, engine="sim", batch_size=4)
+    assert torch.equal(found, outputs(model(), x, 4))
 
 
 def refused(words: str, *given: Any, error: type[Exception] = BadInput, **options: Any) -> None:
@@ -217,16 +192,10 @@ def test_an_error_leaves_no_file(tmp_path: Path) -> None:
             raise KeyError("of the user")
         return batch
 
+    out = {"output": tmp_path / "out.parquet", "batch_size": 8, "function": fails}
     for workers, engine in ((1, "local"), (3, "sim")):
         with pytest.raises(WorkerFailed, match="of the user"):
-            mh.predict(
-                *(nn.Identity(), torch.arange(100)),
-                function=fails,
-                output=tmp_path / "out.parquet",
-                workers=workers,
-                engine=engine,
-                batch_size=8,
-            )
+            mh.predict(nn.Identity(), torch.arange(100), workers=workers, engine=engine, **out)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -240,10 +209,6 @@ class Mute(Engine):
         return [program(Worker())]
 
 
-def test_an_engine_that_brings_no_rows_is_refused() -> None:
-    refused("this engine brings no rows to the driver", model(), inputs(3), engine=Mute(), error=Unsupported)
-
-
 class Losing(Local):
     """An engine whose observer hears nothing."""
 
@@ -253,14 +218,10 @@ class Losing(Local):
         return super().launch(program, replace(spec, observer=Observer()))
 
 
-def test_rows_that_are_lost_on_the_way_are_missed() -> None:
-    refused(
-        "worker 0 delivered 3 rows, and 0 came: engine losing lost rows",
-        model(),
-        inputs(3),
-        engine=Losing(),
-        error=ManyhandsError,
-    )
+def test_engines_that_bring_no_rows_or_lose_some_are_refused() -> None:
+    x, lost = inputs(3), "worker 0 delivered 3 rows, and 0 came: engine losing lost rows"
+    refused("this engine brings no rows to the driver", model(), x, engine=Mute(), error=Unsupported)
+    refused(lost, model(), x, engine=Losing(), error=ManyhandsError)
 
 
 def test_rows_of_a_dataframe_on_several_hosts_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,21 +263,14 @@ def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> No
     assert placed(cpu, Worker(shares_process=True)) is not cpu
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"counted": False}], ids=str)
-def test_rows_of_shards_come_in_the_order_of_the_files(
-    workers: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_shards_come_in_the_order_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
     for i, numbers in enumerate(np.split(np.arange(500), [7, 7, 300, 301])):
         (tmp_path / "rows" / f"{i}.csv").write_text("x\n" + "".join(f"{number}\n" for number in numbers))
-    found = mh.predict(
-        nn.Linear(1, 1),
-        mh.shards(tmp_path / "rows", **options),
-        function=lambda model, batch: 2 * batch["x"],
-        workers=workers,
-        engine=mh.Sim(),
-        batch_size=13,
-    )
-    assert found.tolist() == [2 * number for number in range(500)]
+    for options in ({}, {"shuffle": True}, {"counted": False}):
+        for workers in (1, 3):
+            rows = mh.shards(tmp_path / "rows", **options)
+            of: dict[str, Any] = {"workers": workers, "engine": mh.Sim(), "batch_size": 13}
+            found = mh.predict(nn.Linear(1, 1), rows, function=lambda model, batch: 2 * batch["x"], **of)
+            assert found.tolist() == [2 * number for number in range(500)], (options, workers)

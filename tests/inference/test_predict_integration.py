@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -44,48 +46,37 @@ def plain_outputs(x: Tensor, batch_size: int = BATCH) -> Tensor:
         return torch.cat([own(batch) for batch in x.split(batch_size)])
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_rows_come_in_order_with_the_bits_of_a_plain_loop(local: Local, workers: int) -> None:
-    found = mh.predict(model(), X, workers=workers, engine=local, batch_size=BATCH, threads_per_worker=1)
-    assert torch.equal(found, plain_outputs(X))
-
-
-def test_fewer_rows_than_workers(local: Local) -> None:
-    assert torch.equal(mh.predict(model(), X[:2], workers=3, engine=local, batch_size=1), plain_outputs(X[:2], 1))
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_rows_that_loader_processes_load(local: Local, workers: int) -> None:
-    rows = [(X[i], i) for i in range(ROWS)]
-    found = mh.predict(
-        model(),
-        rows,
-        function=lambda m, b: (m(b[0]), b[1]),
-        workers=workers,
-        engine=local,
-        batch_size=BATCH,
-        loader_processes=1,
-    )
+    options: dict[str, Any] = {"workers": workers, "engine": local, "threads_per_worker": 1}
+    assert torch.equal(mh.predict(model(), X, batch_size=BATCH, **options), plain_outputs(X))
+    if workers == 1:
+        return
+    assert torch.equal(mh.predict(model(), X[:2], batch_size=1, **options), plain_outputs(X[:2], 1))  # fewer rows
+    options |= {"function": lambda m, b: (m(b[0]), b[1]), "loader_processes": 1}
+    found = mh.predict(model(), [(X[i], i) for i in range(ROWS)], batch_size=BATCH, **options)
     assert found[1].tolist() == list(range(ROWS))
     assert torch.allclose(found[0], plain_outputs(X), rtol=1e-13)
 
 
 def test_metrics_of_many_workers_are_one_processes(local: Local) -> None:
-    x, y = plain.rows(ROWS)
-    task = plain.task(epochs=1)
-    found = [
-        mh.evaluate(model(), (x, y), task=task, metrics=task.evaluate, workers=workers, engine=local, batch_size=BATCH)
-        if task.evaluate is not None
-        else mh.evaluate(model(), (x, y), task=task, workers=workers, engine=local, batch_size=BATCH)
-        for workers in (1, 2, 3)
-    ]
-    assert found[1] == pytest.approx(found[0], rel=1e-12)
-    assert found[2] == pytest.approx(found[0], rel=1e-12)
+    def metrics(module: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": plain.cross_entropy(module, batch)}
+
+    options: dict[str, Any] = {"metrics": metrics, "engine": local, "batch_size": BATCH}
+    one, two = (mh.evaluate(model(), plain.rows(ROWS), workers=workers, **options) for workers in (1, 2))
+    assert two == pytest.approx(one, rel=1e-12)
+
+
+def predict_into(folder: Path, local: Local, function: Any, rows: Tensor | None = None, workers: int = 2) -> Any:
+    data = torch.arange(1000) if rows is None else rows
+    options: dict[str, Any] = {"workers": workers, "engine": local, "batch_size": BATCH}
+    return mh.predict(nn.Identity(), data, function=function, output=folder / "out.parquet", **options)
 
 
 def test_a_slow_worker_holds_the_others_back(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of the first rows goes on when the driver has let another one wait: so much lies in memory, and no more."""
-    path, held, waiting = tmp_path / "out.parquet", tmp_path / "held", list[int]()
+    held, waiting = tmp_path / "held", list[int]()
     must_wait, take_rows = RowCollector.must_wait, RowCollector.take_rows
 
     def noted(self: RowCollector, piece: RowPiece) -> bool:
@@ -106,17 +97,10 @@ def test_a_slow_worker_holds_the_others_back(local: Local, tmp_path: Path, monke
             wait_until(held.exists)
         return batch.repeat(1, 100)
 
-    found = mh.predict(
-        *(nn.Identity(), torch.arange(800.0).view(800, 1)),
-        function=slow_at_first,
-        output=path,
-        workers=3,
-        engine=local,
-        batch_size=BATCH,
-    )
+    found = predict_into(tmp_path, local, slow_at_first, torch.arange(800.0).view(800, 1), workers=3)
     pieces = 16 * BATCH * 100 * 4  # bytes of one lease, about
     assert 10_000 < max(waiting) < 10_000 + 2 * pieces
-    assert [row[0] for row in pq.read_table(path)["prediction"].to_pylist()] == list(range(800))
+    assert [row[0] for row in pq.read_table(found.path)["prediction"].to_pylist()] == list(range(800))
     assert sum(found.rows_of_workers) == 800
 
 
@@ -127,14 +111,7 @@ def test_a_worker_that_dies_is_named_and_leaves_no_file(local: Local, tmp_path: 
         return batch
 
     with pytest.raises(WorkerFailed, match=r"worker [01] on \S+ was killed by signal 9") as found:
-        mh.predict(
-            *(nn.Identity(), torch.arange(1000)),
-            function=dies,
-            output=tmp_path / "out.parquet",
-            workers=2,
-            engine=local,
-            batch_size=BATCH,
-        )
+        predict_into(tmp_path, local, dies)
     assert found.value.rank in (0, 1)
     assert list(tmp_path.iterdir()) == []
 
@@ -167,14 +144,7 @@ def test_sigterm_ends_it_with_an_error_that_says_so(local: Local, workers: int, 
         return batch
 
     with pytest.raises(Preempted, match="asked to end .SIGTERM.: nothing was written"):
-        mh.predict(
-            *(nn.Identity(), torch.arange(1000)),
-            function=stops,
-            output=tmp_path / "out.parquet",
-            workers=workers,
-            engine=local,
-            batch_size=BATCH,
-        )
+        predict_into(tmp_path, local, stops, workers=workers)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,6 +161,7 @@ SLOW = """
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_file(script: Callable[..., Script], tmp_path: Path) -> None:
     run = script(SLOW)
     assert run.line().strip() == "working"
@@ -230,16 +201,12 @@ TORCHRUN = """
 
 @pytest.mark.slow
 def test_under_torchrun_every_rank_gets_all_rows_and_the_first_writes(tmp_path: Path) -> None:
-    from textwrap import dedent
-
     (tmp_path / "program.py").write_text(dedent(TORCHRUN))
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}", "TMPDIR": str(tmp_path)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "program.py"]
     done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    import json
-
     for rank in range(3):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found == {"close": True, "stream": True, "rows": 203, "mean": True, "median": True}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,23 @@ task = mh.Task.supervised(
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[mh.Run, Path]:
+GIVEN = "own_task.py:task"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[mh.Run, Path]:
     """A finished run whose task lies in a file, and its directory."""
-    (tmp_path / "own_task.py").write_text(FILE)
-    monkeypatch.chdir(tmp_path)
-    directory = tmp_path / "run"
-    return mh.train("own_task.py:task", epochs=2, run_dir=directory), directory
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "own_task.py").write_text(FILE)
+        return mh.train(GIVEN, epochs=2, run_dir=folder / "run"), folder / "run"
+
+
+@pytest.fixture
+def run(made: tuple[mh.Run, Path], monkeypatch: pytest.MonkeyPatch) -> tuple[mh.Run, Path]:
+    monkeypatch.chdir(made[1].parent)
+    return made
 
 
 def test_a_module_a_run_and_a_directory_predict_alike(run: tuple[mh.Run, Path]) -> None:
@@ -37,37 +48,22 @@ def test_a_module_a_run_and_a_directory_predict_alike(run: tuple[mh.Run, Path]) 
     wanted = made.predict(X)
     assert torch.equal(mh.predict(made, X), wanted)
     assert torch.equal(mh.predict(made.model, X), wanted)
-    assert torch.equal(mh.predict(str(directory), X, task="own_task.py:task"), wanted)
-    assert torch.equal(mh.predict(directory, X, task="own_task.py:task", workers=2, engine="sim"), wanted)
+    assert torch.equal(mh.predict(str(directory), X, task=GIVEN), wanted)
+    assert torch.equal(mh.predict(directory, X, task=GIVEN, workers=2, engine="sim"), wanted)
+    # the strategy is not needed, nor imported: what a directory says of it stays a text
+    assert json.loads((directory / "config.json").read_text())["strategy"]
+    assert trained(directory, GIVEN, "predict")[1].epochs == 2  # with the fields that the run was given
+    with pytest.raises(BadInput, match=rf"code that a run directory names is not imported.*--task {GIVEN}"):
+        mh.predict(directory, X)
+    assert trained(made, None, "predict")[1] is None  # the same file
+    with pytest.raises(BadInput, match="are not this model's"):
+        mh.predict(directory, X, task="digits")
 
 
-def test_a_file_that_a_directory_names_is_not_imported(run: tuple[mh.Run, Path]) -> None:
-    with pytest.raises(BadInput, match=r"code that a run directory names is not imported.*--task own_task.py:task"):
-        mh.predict(run[1], X)
-    assert trained(run[0], None, "predict")[1] is None  # the same file
-
-
-def test_the_strategy_of_a_directory_is_not_imported(run: tuple[mh.Run, Path]) -> None:
-    """It is not needed: what a file of one's own says of strategies stays what it is, a text."""
-    _, directory = run
-    config = json.loads((directory / "config.json").read_text())
-    assert config["strategy"]
-    found = trained(directory, "own_task.py:task", "predict")
-    assert found[1] is not None
-    assert found[1].epochs == 2  # with the fields that the run was given
-
-
-def test_a_ready_made_task_is_rebuilt_by_its_name(tmp_path: Path) -> None:
-    made = mh.train("digits:epochs=1", max_steps=3, run_dir=tmp_path / "run")
-    task = trained(tmp_path / "run", None, "predict")[1]
-    assert task is not None
-    assert task.max_steps == 3
-    known = trained(made, None, "evaluate")[1]
-    assert known is not None
-    assert known.name == task.name
-
-
-def test_a_task_that_was_an_object_has_to_be_given(tmp_path: Path) -> None:
+def test_a_ready_made_task_is_rebuilt_by_its_name_and_one_that_was_an_object_has_to_be_given(tmp_path: Path) -> None:
+    made = mh.train("digits:epochs=1", max_steps=1, run_dir=tmp_path / "digits")
+    task = trained(tmp_path / "digits", None, "predict")[1]
+    assert (task.max_steps, task.name) == (1, trained(made, None, "evaluate")[1].name)
     task = plain.task(epochs=1)
     made = mh.train(task, run_dir=tmp_path / "run")
     with pytest.raises(BadInput, match=r"given its task as an object.*mh.predict\(directory, …, task=…\)"):
@@ -75,21 +71,16 @@ def test_a_task_that_was_an_object_has_to_be_given(tmp_path: Path) -> None:
     assert torch.equal(mh.predict(tmp_path / "run", X, task=task), made.predict(X))
 
 
-def test_a_damaged_model_is_refused(run: tuple[mh.Run, Path]) -> None:
-    path = run[1] / "model.safetensors"
+def test_a_damaged_model_and_what_is_no_finished_run_are_refused(run: tuple[mh.Run, Path], tmp_path: Path) -> None:
+    shutil.copytree(run[1], tmp_path / "run")
+    path = tmp_path / "run" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BadInput, match=r"is damaged \(changed after it was written: model.safetensors\)"):
-        mh.predict(run[1], X, task="own_task.py:task")
-
-
-def test_another_model_is_refused(run: tuple[mh.Run, Path]) -> None:
-    with pytest.raises(BadInput, match="are not this model's"):
-        mh.predict(run[1], X, task="digits")
-
-
-@pytest.mark.parametrize(("name", "words"), [("none", "does not exist"), (".", "holds no result.json")])
-def test_no_finished_run(name: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=f"{words}: give the directory of a finished run"):
-        mh.predict(tmp_path / name, X)
+    for place, words in (
+        (tmp_path / "run", r"is damaged \(changed after it was written: model.safetensors\)"),
+        (tmp_path / "none", "does not exist: give the directory of a finished run"),
+        (tmp_path, "holds no result.json: give the directory of a finished run"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            mh.predict(place, X, task=GIVEN)

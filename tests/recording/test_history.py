@@ -23,32 +23,22 @@ def test_a_row_is_complete_when_all_workers_reported() -> None:
     assert history.add(step(1, tick=0)) is None
     assert history.add(step(1, tick=1)) is None
     row = history.add(step(0, tick=0, compute_s=0.4, round=False))
-    assert row is not None
     assert history.rows == [row]
     assert (row["tick"], row["step"], row["rows"], row["bytes"], row["round"]) == (0, 1, 8, 16, True)
     assert row["compute_s"] == pytest.approx(0.3)
 
 
 def test_the_loss_is_the_mean_by_weight() -> None:
-    """CASE 27: a worker without rows does not count."""
+    """CASE 27: a worker without rows does not count; a NaN of one shows; a tick without rows has no loss."""
     history = History(3)
     history.add(step(0, loss=1.0, weight=1.0))
     history.add(step(1, loss=None, weight=0.0))
-    row = history.add(step(2, loss=3.0, weight=3.0))
-    assert row is not None
-    assert row["loss"] == pytest.approx(2.5)
-
-
-def test_a_nan_of_one_worker_shows_and_a_tick_without_rows_has_no_loss() -> None:
+    assert history.add(step(2, loss=3.0, weight=3.0))["loss"] == pytest.approx(2.5)
     history = History(2)
     history.add(step(0, loss=math.nan))
-    row = history.add(step(1))
-    assert row is not None
-    assert math.isnan(row["loss"])
+    assert math.isnan(history.add(step(1))["loss"])
     history.add(step(0, tick=1, loss=None, weight=0.0))
-    row = history.add(step(1, tick=1, loss=math.nan, weight=0.0))
-    assert row is not None
-    assert row["loss"] is None
+    assert history.add(step(1, tick=1, loss=math.nan, weight=0.0))["loss"] is None
 
 
 def test_sums_are_means_over_workers_and_ticks_that_stayed_open_count_at_the_end() -> None:
@@ -84,7 +74,6 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
     assert history.add(leased(0, 9, 1, parts=3)) is None
     assert history.add(leased(0, 9, 2, parts=3)) is None
     row = history.add(leased(0, 9, 0, parts=3, rows=3))  # one worker made all three, of an epoch that three began
-    assert row is not None
     assert (row["tick"], row["rows"]) == (9, 11)
     assert row["compute_s"] == pytest.approx(0.3)  # 0.6 s of one worker: the mean over two
     assert history.add(leased(1, 0, 1, parts=3)) is None
@@ -102,7 +91,6 @@ def test_a_lost_workers_slice_is_reported_once() -> None:
     assert history.add(leased(0, 2, 0)) is None
     assert history.add(leased(1, 2, 0, again=True, rows=3)) is None
     row = history.add(leased(1, 2, 1, again=True))
-    assert row is not None
     assert (row["tick"], row["rows"]) == (2, 7)
     assert [history.add(leased(1, tick, 0, again=True)) for tick in (0, 2)] == [None, None]
     assert history.add(leased(1, 1, 0, parts=1)) is not None
@@ -114,19 +102,10 @@ def test_a_lost_workers_slice_is_reported_once() -> None:
 
 def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
     history = History(2)
-    history.preload(
-        (event, 3)
-        for event in [
-            leased(0, 0, 0, parts=3),
-            leased(1, 0, 1, parts=3),
-            leased(2, 0, 2, parts=3),
-            leased(2, 1, 2, parts=3),
-        ]
-    )
+    history.preload((leased(rank, tick, rank, parts=3), 3) for rank, tick in ((0, 0), (1, 0), (2, 0), (2, 1)))
     assert [row["rows"] for row in history.rows] == [12]
     assert history.add(leased(0, 1, 0, parts=3)) is None
     row = history.add(leased(0, 1, 1, parts=3))
-    assert row is not None
     assert (row["tick"], row["rows"], row["step"]) == (1, 12, 2)
     assert history.close() == []
 
@@ -151,7 +130,6 @@ def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytes
     history = History(1)
     for tick in range(1000):
         told = history.add(step(0, tick, loss=float(tick), rate=1.0 / (tick + 1)))
-        assert told is not None
         assert (told["tick"], told["ticks"], told["loss"]) == (tick, 1, float(tick))  # callbacks hear every tick
         assert len(history.rows) <= 8
     assert [row["ticks"] for row in history.rows] == [128] * 7 + [104]

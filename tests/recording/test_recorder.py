@@ -4,7 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -29,32 +29,18 @@ class Heard(Callback):
     """Writes down its calls; says stop where it is told to."""
 
     def __init__(self, stop_on: str = "") -> None:
-        self.calls: list[str] = []
         self.events: list[Event] = []
         self.stop_on = stop_on
 
-    def _hear(self, name: str, event: Event) -> Literal["stop"] | None:
-        self.calls.append(name)
+    @property
+    def calls(self) -> list[str]:
+        return [event.type for event in self.events]
+
+    def on_notice(self, event: Event) -> Any:
         self.events.append(event)
-        return "stop" if name == self.stop_on else None
+        return "stop" if event.type == self.stop_on else None
 
-    def on_start(self, event: Event) -> None:
-        self._hear("start", event)
-
-    def on_step(self, event: Event) -> Literal["stop"] | None:
-        return self._hear("step", event)
-
-    def on_validation(self, event: Event) -> Literal["stop"] | None:
-        return self._hear("validation", event)
-
-    def on_epoch(self, event: Event) -> Literal["stop"] | None:
-        return self._hear("epoch", event)
-
-    def on_notice(self, event: Event) -> None:
-        self._hear(event.type, event)
-
-    def on_end(self, event: Event) -> None:
-        self._hear(event.type, event)
+    on_start = on_step = on_validation = on_epoch = on_end = on_notice
 
 
 START = Event(type="start", rank=0, values={"total_steps": 2})
@@ -71,18 +57,14 @@ def ask(type: str, **values: Any) -> Event:
 
 
 def run_of(recorder: Recorder, **info: Any) -> Run:
-    model = torch.nn.Linear(1, 1)
+    numbers = {"seconds": 2.0, "steps": 1, "rounds": 1, "ledger": {}, "metrics": {"test_loss": 0.5}}
     return Run(
-        answer=Answer.of([model]),
-        metrics={"test_loss": 0.5},
+        answer=Answer.of([torch.nn.Linear(1, 1)]),
         history=recorder.history,
         rows={"total": 8, "workers": [4, 4], "unused": 0},
         timing=recorder.timing(),
-        ledger={},
-        seconds=2.0,
-        steps=1,
-        rounds=1,
         info=info,
+        **numbers,
     )
 
 
@@ -106,6 +88,10 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
+def types(directory: Path) -> list[str]:
+    return [line["type"] for line in lines(directory)]
+
+
 def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: Path) -> None:
     heard = Heard()
     with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as recorder:
@@ -117,40 +103,32 @@ def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: P
         recorder.event(Event(type="checkpoint", rank=0, values={"path": "p", "seconds": 0.1}))
         run = run_of(recorder)
         finish(recorder, run)
-    assert [line["type"] for line in lines(tmp_path)] == [
-        "start",
-        "step",
-        "step",
-        "validation",
-        "epoch",
-        "checkpoint",
-        "end",
-    ]
+    assert types(tmp_path) == ["start", "step", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.calls == ["start", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.events[1].values["loss"] == 1.5
     assert heard.events[1].values is recorder.history[0]
     assert heard.events[-1].values == {"metrics": {"test_loss": 0.5}, "seconds": 2.0}
     assert run.timing_of_workers == [{"input": 0.1, "compute": 0.2, "exchange": 0.3, "wait": 0.4}] * 2
-
-
-@pytest.mark.parametrize("asked", ["validation", "epoch"])
-def test_stop_on_an_asked_event_is_the_answer_to_it(asked: str) -> None:
-    with Recorder(workers=1, callbacks=[Heard(stop_on=asked)]) as recorder:
+    apart = Heard()
+    with Recorder(workers=2, callbacks=[apart]) as recorder:  # a tick of workers that were stopped apart still counts
         recorder.event(START)
-        assert recorder.answer(ask(asked, metrics={}, best=False)) == {"stop": "callback"}
+        recorder.event(step(0))
+        finish(recorder, run_of(recorder))
+    assert (apart.calls, recorder.history[0]["rows"]) == (["start", "step", "end"], 4)
 
 
-def test_stop_on_a_step_is_seen_by_polling_and_written_once(tmp_path: Path) -> None:
+def test_stop_is_the_answer_to_an_asked_event_and_after_a_step_seen_by_polling(tmp_path: Path) -> None:
+    for asked in ("validation", "epoch"):
+        with Recorder(workers=1, callbacks=[Heard(stop_on=asked)]) as recorder:
+            recorder.event(START)
+            assert recorder.answer(ask(asked, metrics={}, best=False)) == {"stop": "callback"}
     with Recorder(workers=1, directory=tmp_path, callbacks=[Heard(stop_on="step")]) as recorder:
         recorder.event(START)
         assert recorder.stopping() == ""
         recorder.event(step(0))
         assert [recorder.stopping(), recorder.stopping()] == ["callback", "callback"]
     assert [line["values"] for line in lines(tmp_path) if line["type"] == "stop"] == [{"reason": "callback"}]
-
-
-def test_the_first_reason_to_stop_stays_and_is_given_to_who_asks() -> None:
-    with Recorder(workers=1) as recorder:
+    with Recorder(workers=1) as recorder:  # the first reason stays
         recorder.event(START)
         recorder.stop("preempted")
         recorder.stop("callback")
@@ -162,7 +140,7 @@ def test_a_reason_that_only_the_workers_know_is_written_at_the_end(tmp_path: Pat
     with Recorder(workers=1, directory=tmp_path) as recorder:
         recorder.event(START)
         finish(recorder, run_of(recorder, stopped="max_seconds"))
-    assert [line["type"] for line in lines(tmp_path)] == ["start", "stop", "end"]
+    assert types(tmp_path) == ["start", "stop", "end"]
 
 
 def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
@@ -186,18 +164,15 @@ def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
     assert lines(tmp_path)[-1]["values"] == {"error": "RuntimeError", "message": "mine"}
 
 
-def test_a_callback_that_says_anything_else_than_stop_is_told_so() -> None:
+def test_what_is_no_callback_and_what_callbacks_may_not_say() -> None:
     class Chatty(Callback):
         def on_step(self, event: Event) -> Any:
             return True
 
     with pytest.raises(BadInput, match="Chatty returned True"):
         record(Recorder(workers=1, callbacks=[Chatty()]), START, step(0))
-
-
-def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(BadInput, match=r"derived from manyhands\.Callback"):
-        Recorder(workers=1, callbacks=[print])  # type: ignore[list-item]
+        Recorder(workers=1, callbacks=[print])
 
 
 def test_a_run_that_never_began_leaves_nothing_and_calls_nobody(tmp_path: Path) -> None:
@@ -206,9 +181,7 @@ def test_a_run_that_never_began_leaves_nothing_and_calls_nobody(tmp_path: Path) 
     recorder.warn("of a checkpoint")
     with pytest.raises(ValueError, match="early"), recorder:
         raise ValueError("early")
-    assert not recorder.records
-    assert heard.calls == []
-    assert list(tmp_path.iterdir()) == []
+    assert (bool(recorder.records), heard.calls, list(tmp_path.iterdir())) == (False, [], [])
 
 
 def test_the_end_is_told_once_also_when_a_callback_fails_at_it() -> None:
@@ -234,19 +207,15 @@ def test_warnings_are_logged_once_written_and_summed_up(tmp_path: Path, caplog: 
         run = run_of(recorder)
         finish(recorder, run)
     assert [record.message for record in caplog.records] == ["before the run", "from a worker"]
-    assert [line["type"] for line in lines(tmp_path)] == ["warning", "start", "warning", "warning", "end"]
+    assert types(tmp_path) == ["warning", "start", "warning", "warning", "end"]
     assert heard.calls == ["warning", "start", "warning", "warning", "end"]
     assert run.info["warnings"] == ["before the run", "from a worker"]
-
-
-def test_a_warning_of_a_kind_is_given_once_in_the_words_of_who_gave_it_first(tmp_path: Path) -> None:
-    with Recorder(workers=2, directory=tmp_path) as recorder:
+    with Recorder(workers=2) as recorder:  # of a kind once, in the words of who gave it first
         recorder.event(START)
         for rank in (1, 0):
             recorder.event(Event(type="warning", rank=rank, values={"message": f"from {rank}", "kind": "staleness"}))
         recorder.event(Event(type="warning", rank=0, values={"message": "of another kind", "kind": "other"}))
     assert recorder.warnings == ["from 1", "of another kind"]
-    assert [line["type"] for line in lines(tmp_path)] == ["start", "warning", "warning"]
 
 
 def test_the_run_is_told_its_staleness_of_earlier_launches_too(tmp_path: Path) -> None:
@@ -312,22 +281,9 @@ def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: 
         second.event(Event(type="start", rank=0, tick=2, time_s=clock.now))
         clock.now += 1.0
         second.event(step(0, 2, time_s=clock.now, loss=9.0))
-    assert [(row["tick"], row["loss"], row["seconds"]) for row in second.history] == [
-        (0, 1.0, 1.0),
-        (1, 1.0, 2.0),
-        (2, 9.0, 3.0),
-    ]
+    rows = [(row["tick"], row["loss"], row["seconds"]) for row in second.history]
+    assert rows == [(0, 1.0, 1.0), (1, 1.0, 2.0), (2, 9.0, 3.0)]
     assert second.timing()["compute"] == pytest.approx(0.6)
-
-
-def test_ticks_of_workers_that_were_stopped_apart_still_count() -> None:
-    heard = Heard()
-    with Recorder(workers=2, callbacks=[heard]) as recorder:
-        recorder.event(START)
-        recorder.event(step(0))
-        finish(recorder, run_of(recorder))
-    assert heard.calls == ["start", "step", "end"]
-    assert recorder.history[0]["rows"] == 4
 
 
 def test_callbacks_get_the_runs_step_also_where_workers_go_at_their_own_pace(tmp_path: Path) -> None:
@@ -400,24 +356,14 @@ def test_a_first_generation_that_began_in_vain_starts_no_callback_twice() -> Non
     assert run.generations == 2
 
 
-class Remembering(Callback):
+class Remembering(Heard):
     """Remembers how many steps it has seen."""
 
-    def __init__(self) -> None:
-        self.steps, self.calls = 0, list[str]()
-
-    def on_start(self, event: Event) -> None:
-        self.calls.append("start")
+    steps = 0
 
     def on_step(self, event: Event) -> None:
         self.steps += 1
-        self.calls.append(f"step {event.step}")
-
-    def on_notice(self, event: Event) -> None:
-        self.calls.append(str(event.values.get("kind")))
-
-    def on_end(self, event: Event) -> None:
-        self.calls.append(event.type)
+        self.on_notice(event)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -449,9 +395,10 @@ def test_a_run_that_starts_again_is_one_run(checkpoint: int, tmp_path: Path) -> 
             recorder.event(step(0, tick, time_s=clock.now))
         run = run_of(recorder)
         finish(recorder, run)
-    steps = [f"step {number}" for number in range(1, 5)]
-    again = [f"step {number}" for number in range(1 + checkpoint, 6)]
-    assert callback.calls == ["start", *steps, "restart", *again, "end"]
+    calls = [(event.type, event.step if event.type == "step" else None) for event in callback.events]
+    steps = [("step", number) for number in (1, 2, 3, 4, *range(1 + checkpoint, 6))]
+    (restart,) = [event for event in callback.events if event.values.get("kind") == "restart"]
+    assert calls == [("start", None), *steps[:4], (restart.type, None), *steps[4:], ("end", None)]
     assert [row["tick"] for row in run.history] == list(range(5))
     assert [row["tick"] for row in read_history(tmp_path)] == list(range(5))
     assert (run.generations, len(run.restarts)) == (2, 1)

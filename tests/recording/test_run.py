@@ -53,10 +53,7 @@ def test_predictions_are_in_row_order_whatever_the_batch_size() -> None:
     for batch_size in (1, 3, 10, 256):
         assert torch.equal(run.predict(ROWS, batch_size=batch_size), 2 * ROWS)
     assert run.model.training
-
-
-def test_of_a_pair_the_model_gets_the_inputs() -> None:
-    assert torch.equal(run_of().predict((ROWS, torch.zeros(10)), batch_size=4), 2 * ROWS)
+    assert torch.equal(run.predict((ROWS, torch.zeros(10)), batch_size=4), 2 * ROWS)  # of a pair the inputs
 
 
 def test_forward_says_how_and_its_outputs_may_have_parts() -> None:
@@ -82,23 +79,13 @@ def test_a_shuffling_loader_is_read_in_the_order_of_its_rows() -> None:
 
 
 def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
-    run = run_of(
-        metrics={"test_loss": math.nan}, info={"workers": 1, "stopped": "", "task": "double"}, directory=tmp_path
-    )
+    stale = {"staleness": {0: 3, 12: 1}, "staleness_of_workers": [{0: 3}, {12: 1}]}
+    info = {"workers": 1, "stopped": "", "task": "double"}
+    run = run_of(metrics={"test_loss": math.nan}, info=info, directory=tmp_path, **stale)
     log = EventLog(tmp_path / "events.jsonl")
     seconds = {"input_s": 0.1, "compute_s": 0.2, "exchange_s": 0.3, "wait_s": 0.4}
-    values = {
-        "epoch": 0,
-        "loss": 1.0,
-        "weight": 8.0,
-        "rows": 8,
-        "unused": 0,
-        "rate": 0.1,
-        "bytes": 0,
-        "round": False,
-        **seconds,
-    }
-    log.write(Event(type="step", rank=0, step=1, values=values))
+    values = {"epoch": 0, "loss": 1.0, "weight": 8.0, "rows": 8, "unused": 0, "rate": 0.1, "bytes": 0, "round": False}
+    log.write(Event(type="step", rank=0, step=1, values=values | seconds))
     log.close()
     run.save(tmp_path / "result.json")
     saved = json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
@@ -106,14 +93,9 @@ def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
     assert math.isnan(again.metrics["test_loss"])
     assert again.info == run.info
     assert (again.rows, again.timing, again.seconds, again.steps) == (run.rows, run.timing, 2.0, 1)
+    assert (again.staleness, again.staleness_of_workers) == tuple(stale.values())  # by number again
     assert [row["loss"] for row in again.history] == [1.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "result.json"]
-
-
-def test_staleness_is_by_number_again_after_json_and_of_all_workers() -> None:
-    run = run_of(staleness={0: 3, 12: 1}, staleness_of_workers=[{0: 3}, {12: 1}])
-    again = Run.from_json(run.to_json(), answer=run.answer)
-    assert (again.staleness, again.staleness_of_workers) == (run.staleness, run.staleness_of_workers)
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -134,20 +116,14 @@ def test_a_full_disk_leaves_no_half_of_a_result(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_it_ran_with_is_known() -> None:
-    found = environment()
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["cores"] >= 1
-    assert {"host", "command"} <= run_of().info.keys()
-
-
 def test_the_summary_ends_with_the_advice_and_the_notebook_shows_it() -> None:
-    run = run_of(
-        history=[{}] * 10,
-        info={"task": "double", "strategy": "solo", "workers": 1, "threads": 1, "cores": 2, "engine": "local"},
-    )
+    info = {"task": "double", "strategy": "solo", "workers": 1, "threads": 1, "cores": 2, "engine": "local"}
+    run = run_of(history=[{}] * 10, info=info)
     assert (
-        run.summary().splitlines()[-1] == "Advice: try --workers 2: a step computes 100 ms, and 1 of 2 cores is idle."
+        run.summary().splitlines()[-1].startswith("Advice: try --workers 2: a step computes 100 ms, and 1 of 2 cores")
     )
     assert run.advice().text in run._repr_html_()
     assert repr(run) == "<Run of double: 1 step, 2.0 s, test_loss=0.25>"
+    found = environment()  # what it ran with
+    assert (found["versions"]["torch"], found["cores"] >= 1) == (torch.__version__, True)
+    assert {"host", "command"} <= run_of().info.keys()

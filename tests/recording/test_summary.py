@@ -1,9 +1,8 @@
 """How a run reads."""
 
+import re
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from manyhands.evidence.advise import Advice
 from manyhands.recording import summary
@@ -12,52 +11,44 @@ ADVICE = Advice(kind="fine", text="fine: go on.", numbers={})
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    info = {
-        "task": "digits",
-        "strategy": "allreduce",
-        "engine": "local",
-        "workers": 2,
-        "threads": 1,
-        "device": "cpu",
-        "batch_size": 64,
-        "batch_size_per_worker": 32.0,
-        "rate": 0.003,
-        "effective_rate": 0.003,
-        "total_steps": 1234,
-        "parameters": 38282,
-    }
+    info = {"task": "digits", "strategy": "allreduce", "engine": "local", "workers": 2, "threads": 1, "device": "cpu"}
+    info |= {"batch_size": 64, "batch_size_per_worker": 32.0, "rate": 0.003, "effective_rate": 0.003}
+    info |= {"total_steps": 1234, "parameters": 38282}
     values = {
         "metrics": {"test_loss": 0.0521, "test_accuracy": 0.98667},
         "rows": {"total": 12970, "workers": [6485, 6485], "unused": 0},
         "timing": {"input": 0.1, "compute": 6.0, "exchange": 1.0, "wait": 0.9},
         "ledger": {"mean_": {"bytes": 61_200_000, "messages": 410}, "barrier": {"bytes": 0, "messages": 3}},
-        "staleness": {},
-        "staleness_of_workers": [],
-        "seconds": 12.34,
-        "steps": 205,
-        "rounds": 205,
-        "generations": 1,
         "directory": Path("runs/digits-1"),
         "info": info | changes.pop("info", {}),
     }
-    return values | changes
+    values |= {"staleness": {}, "staleness_of_workers": [], "seconds": 12.34, "steps": 205, "rounds": 205}
+    return values | {"generations": 1} | changes
 
 
 def test_the_whole_block() -> None:
-    assert summary.text(facts(), ADVICE).splitlines() == [
-        "digits: allreduce on 2 workers (engine local, cpu, 1 thread each)",
-        "  result     test_loss 0.0521   test_accuracy 0.9867",
-        "  speed      12.3 s in all   1,621 rows/s in the loop   205 steps   205 rounds   12,970 rows",
-        "  batch      64 rows, 32 a worker   rate 0.003   effective rate 0.003",
-        "  planned    total steps 1,234   parameters 38,282",
-        "  time       input         0.10 s   1.2 %  ▎",
-        "             compute       6.00 s  75.0 %  ██████████████████",
-        "             exchange      1.00 s  12.5 %  ███",
-        "             wait          0.90 s  11.2 %  ██▊",
-        "  exchanged  61.2 MB by all workers in 413 messages: mean 61.2 MB",
-        "  directory  runs/digits-1",
-        "Advice: fine: go on.",
-    ]
+    lines = summary.text(facts(), ADVICE).splitlines()
+    for line, words in zip(
+        lines,
+        (
+            r"digits: allreduce on 2 workers \(engine local, cpu, 1 thread each\)",
+            "result +test_loss 0.0521   test_accuracy 0.9867",
+            "12.3 s in all   1,621 rows/s in the loop   205 steps   205 rounds   12,970 rows",
+            "64 rows, 32 a worker   rate 0.003   effective rate 0.003",
+            "total steps 1,234   parameters 38,282",
+            "time       input         0.10 s   1.2 %  ▎$",
+            "             compute       6.00 s  75.0 %  █{18}$",
+            "             exchange      1.00 s  12.5 %  ███$",
+            "             wait          0.90 s  11.2 %  ██▊$",
+            "61.2 MB by all workers in 413 messages: mean 61.2 MB",
+            "directory  runs/digits-1",
+            "^Advice: fine: go on.$",
+        ),
+        strict=True,
+    ):
+        assert re.search(words, line), (words, line)
+    for share, drawn in ((0.0, ""), (1 / 192, "▏"), (0.5, "█" * 12), (1.0, "█" * 24)):
+        assert summary.bar(share) == drawn
 
 
 def test_at_the_workers_own_pace_steps_and_rounds_are_worker_0s() -> None:
@@ -69,10 +60,13 @@ def test_at_the_workers_own_pace_steps_and_rounds_are_worker_0s() -> None:
 def test_what_is_unusual_is_said() -> None:
     info = {"stopped": "max_seconds", "warnings": ["checkpoint 3 is damaged"], "total_steps": None}
     text = summary.text(facts(info=info, rows={"total": 9, "workers": [9], "unused": 1}, generations=2), ADVICE)
-    assert "  unused     1 row whose gradient was dropped or skipped" in text
-    assert "  stopped    before the end: max_seconds" in text
-    assert "  warning    checkpoint 3 is damaged" in text
-    assert "  members    changed 1 time" in text
+    for words in (
+        "unused     1 row ",
+        "stopped .*: max_seconds",
+        "warning    checkpoint 3 is damaged",
+        "changed 1 time\n",
+    ):
+        assert re.search(words, text), words
     assert "total steps not known (a stream)" in text
 
 
@@ -104,21 +98,10 @@ def test_lines_keep_to_100_columns_and_a_long_path_stays_whole() -> None:
 
 
 def test_a_run_without_a_step_has_no_split_of_time() -> None:
-    nothing = facts(
-        timing=dict.fromkeys(("input", "compute", "exchange", "wait"), 0.0),
-        ledger={},
-        metrics={},
-        directory=None,
-        info={"workers": 1},
-    )
-    text = summary.text(nothing, ADVICE)
+    none = {"ledger": {}, "metrics": {}, "directory": None, "timing": dict.fromkeys(facts()["timing"], 0.0)}
+    text = summary.text(facts(**none, info={"workers": 1}), ADVICE)
     assert "%" not in text
     assert "1 worker (engine local, cpu, 1 thread)" in text
-
-
-@pytest.mark.parametrize(("share", "drawn"), [(0.0, ""), (1 / 192, "▏"), (0.5, "█" * 12), (1.0, "█" * 24)])
-def test_bars(share: float, drawn: str) -> None:
-    assert summary.bar(share) == drawn
 
 
 def test_html_escapes_what_it_shows() -> None:
@@ -132,7 +115,7 @@ def test_a_simulated_run_says_so() -> None:
     info = {"engine": "sim", "simulated": {"network": "latency=1ms", "seed": "0"}, "computed_s": 4.5}
     lines = summary.text(facts(info=info), ADVICE).splitlines()
     assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
-    assert "  simulated  all seconds are virtual, of a cluster that is not there; computed in 4.5 s" in lines
+    assert any(re.match("  simulated  .*virtual.* 4.5 s$", line) for line in lines)
     assert "             network latency=1ms   seed 0" in lines
 
 

@@ -39,14 +39,13 @@ def test_options_are_those_of_the_kernel_and_of_tasks(text: Path) -> None:
     assert task_of(f"word2vec:path={text},cbow=true,rate=0.1").rate == 0.1
 
 
-def test_what_was_left_out_is_shown(text: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_left_out_is_shown_and_what_is_missing_named(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("WARNING"):
         task = task_of(f"word2vec:path={text},min_count=1000")
     assert task.train_data.counted.rare > 0
     assert f"{task.train_data.counted.rare:,} rare words" in caplog.text
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="word2vec needs path"):
         task_of("word2vec")
     with pytest.raises(BadInput, match="no file or folder"):
@@ -64,15 +63,18 @@ def test_two_workers_learn_together(text: Path, local: Local) -> None:
 @pytest.mark.slow
 def test_the_command_trains_on_two_workers(text: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)}
-    spec = f"word2vec:path={text},dim=8,epochs=1"
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands", "train", spec, "-s", "hogwild", "-n", "2"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = [
+        sys.executable,
+        "-m",
+        "manyhands",
+        "train",
+        f"word2vec:path={text},dim=8,epochs=1",
+        "-s",
+        "hogwild",
+        "-n",
+        "2",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "word2vec: hogwild on 2 workers" in done.stdout
     assert "9,000 rows" in done.stdout

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from manyhands.evidence.advise import Compared, Contestant, Ratio, RunMeasurements
-from manyhands.strategies import described
+from manyhands.strategies import described, strategy_of
+
+LINE = 200 - len("Advice: ")  # two lines of a summary
 
 
 def measured(
@@ -36,27 +39,14 @@ def contestant(
     batch_size: int = 64,
     reached: float | None = None,
 ) -> Contestant:
-    """Its speed's interval is a tenth wide on each side; better or worse where 1 is not in it, unless `said` says otherwise."""
+    """Its speed's interval is a tenth wide on each side; without an `outcome` better or worse where 1 is not in it."""
     ratio = None
     if speed is not None:
-        ratio = Ratio(middle=speed, low=0.9 * speed, high=1.1 * speed, outcome=outcome or _outcome(speed))
+        said = outcome or ("better" if 0.9 * speed > 1 else "worse" if 1.1 * speed < 1 else "unclear")
+        ratio = Ratio(middle=speed, low=0.9 * speed, high=1.1 * speed, outcome=said)
     rated = of if of.rate else replace(of, rate=0.1)
-    effective = rated.rate if effective_rate is None else effective_rate
-    return Contestant(
-        name=name,
-        measured=rated,
-        speed=ratio,
-        quality=quality,
-        effective_rate=effective,
-        batch_size=batch_size,
-        reached=reached,
-    )
-
-
-def _outcome(speed: float) -> str:
-    if 0.9 * speed > 1:
-        return "better"
-    return "worse" if 1.1 * speed < 1 else "unclear"
+    rates = {"effective_rate": rated.rate if effective_rate is None else effective_rate, "batch_size": batch_size}
+    return Contestant(name=name, measured=rated, speed=ratio, quality=quality, reached=reached, **rates)
 
 
 def solo(threads: int = 2, **more: Any) -> Contestant:
@@ -67,3 +57,14 @@ def solo(threads: int = 2, **more: Any) -> Contestant:
 
 def compared(*contestants: Contestant, **more: Any) -> Compared:
     return Compared(**{"contestants": contestants, "reference": "solo", "metric": "test_accuracy", **more})
+
+
+def reads_well(text: str, length: int = LINE) -> None:
+    """One line, that a terminal wraps once at most, without words of the code alone; a strategy that it names exists."""
+    assert len(text) <= length, text
+    assert "\n" not in text
+    assert text.endswith(".")
+    assert not re.search(r"Amdahl|_s\b|_per_|None|nan|inf\b|  |\d{7}", text), text
+    for spec in re.findall(r"--strategy (\S+)", text):
+        if ".py" not in spec:
+            strategy_of(spec.rstrip(".;,"))

@@ -1,9 +1,9 @@
-"""The line of advice of runs that really happened: sensible on processes, and its prediction comes true on the simulator."""
+"""The line of advice of real runs: sensible on processes, and its prediction comes true on the simulator."""
 
 import re
 
 import pytest
-from test_run_advice import reads_well
+from measured_runs import reads_well
 
 import manyhands as mh
 from manyhands.recording.run import Run
@@ -24,20 +24,15 @@ def test_the_predicted_speed_comes_true() -> None:
     run = simulated("allreduce", CLUSTER.format(600))
     advice = run.advice()
     assert advice.kind == "exchange-bound"
-    found = re.search(r"--strategy (\S+)", advice.text)
-    assert found is not None
-    assert found[1].startswith("local-sgd:period=")
-    rarer = simulated(found[1], CLUSTER.format(600))
+    strategy = re.search(r"--strategy (local-sgd:period=\S+)", advice.text)[1]
+    rarer = simulated(strategy, CLUSTER.format(600))
     assert rarer.advice().kind == "fine"
     assert rarer.timing["exchange"] <= 0.1 * sum(rarer.timing.values())
     faster = sum(run.timing.values()) / sum(rarer.timing.values())
     assert faster == pytest.approx(advice.numbers["speedup"], rel=0.02)
-
-
-def test_a_slower_link_wants_a_longer_period_which_an_epoch_ends() -> None:
-    advice = simulated("allreduce", CLUSTER.format(10)).advice()
-    assert advice.numbers["period"] == 41  # steps of an epoch of 1,297 rows
-    assert "diloco:period=41" in advice.text
+    slow = simulated("allreduce", CLUSTER.format(10), steps=12).advice()  # wants a longer period, which an epoch ends
+    assert slow.numbers["period"] == 41  # steps of an epoch of 1,297 rows
+    assert "diloco:period=41" in slow.text
 
 
 def test_rows_that_backups_drop_are_seen() -> None:
@@ -47,21 +42,14 @@ def test_rows_that_backups_drop_are_seen() -> None:
     assert advice.wins == run.rows["unused"] / run.rows["total"]
 
 
-def test_a_few_steps_are_no_measurement() -> None:
-    run = mh.train("digits", max_steps=4)
-    assert run.advice().kind == "too-few-steps"
-    assert "4 steps" in run.summary().splitlines()[-1]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_real_run_of_digits(workers: int) -> None:
-    run = mh.train("digits", workers=workers, max_steps=12)
-    advice = run.advice()
-    likely = (
-        {"solo", "input-bound"}
-        if workers == 1
-        else {"too-short", "threads", "stragglers", "exchange-bound", "fine", "input-bound"}
-    )
-    assert advice.kind in likely
-    reads_well(advice.text)
-    assert run.summary().splitlines()[-1] == f"Advice: {advice.text}"
+def test_a_real_run_of_digits() -> None:
+    for workers, steps, likely in (
+        (1, 4, {"too-few-steps"}),
+        (1, 12, {"solo", "input-bound"}),
+        (2, 12, {"too-short", "threads", "stragglers", "exchange-bound", "fine", "input-bound"}),
+    ):
+        run = mh.train("digits", workers=workers, max_steps=steps)
+        advice = run.advice()
+        assert advice.kind in likely
+        reads_well(advice.text)
+        assert run.summary().splitlines()[-1] == f"Advice: {advice.text}"

@@ -1,13 +1,13 @@
 """A comparison's decision, and advice about what the best strategy still loses."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured_runs import compared, contestant, measured, solo
-from test_run_advice import reads_well
+from measured_runs import compared, contestant, measured, reads_well, solo
 
 from manyhands.evidence.advise import Advice, Compared, Contestant, Decision, Ratio, advise_comparison, largest_loss
 
@@ -33,19 +33,11 @@ def named(kind: str, *contestants: Contestant, **more: Any) -> Advice | None:
     return next((one for one in advise_comparison(compared(*contestants, **more)) if one.kind == kind), None)
 
 
-def test_without_several_workers_there_is_nothing_to_say() -> None:
-    assert advise_comparison(compared(solo())) == []
-
-
 def test_distribute_where_the_best_is_surely_faster() -> None:
     found = decision(allreduce(1.5), allreduce(2.0, workers=4))
-    assert (found.kind, found.why) == ("distribute", "faster")
-    assert found.best is not None
-    assert (found.best.name, found.best.times) == ("allreduce on 4", 2.0)
-
-
-def test_the_surely_faster_goes_before_one_that_may_be() -> None:
+    assert (found.kind, found.why, found.best.name, found.best.times) == ("distribute", "faster", "allreduce on 4", 2.0)
     assert best(allreduce(2.5, outcome="unclear"), allreduce(2.0, workers=4)) == "allreduce on 4"
+    assert advise_comparison(compared(solo())) == []
 
 
 def test_stay_where_nothing_is_faster_and_say_why() -> None:
@@ -78,28 +70,18 @@ def test_what_is_not_sure_is_not_decided() -> None:
     assert decision(allreduce(1.05, outcome="unclear")).kind == "stay"
 
 
-@pytest.mark.parametrize(
-    ("alone", "on_two", "on_four", "kind", "why", "best"),
-    [
+def test_where_times_to_the_target_do_not_compare_it_counts_who_reached_it() -> None:
+    aim = {"speed_of": "time to test_accuracy ≥ 0.97"}
+    for alone, on_two, on_four, kind, why, name in (
         (False, False, True, "distribute", "reached", "allreduce on 4"),
         (True, False, False, "stay", "slower", "allreduce on 2"),
         (False, False, False, "undecided", "unreached", None),
-    ],
-)
-def test_where_times_to_the_target_do_not_compare_it_counts_who_reached_it(
-    alone: bool, on_two: bool, on_four: bool, kind: str, why: str, best: str | None
-) -> None:
-    several = (allreduce(None, reached=on_two), allreduce(None, workers=4, reached=on_four))
-    found = compared(replace(solo(), reached=alone), *several, speed_of="time to test_accuracy ≥ 0.97")
-    assert (found.decision.kind, found.decision.why) == (kind, why)
-    assert (found.decision.best and found.decision.best.name) == best
-
-
-def test_a_reference_that_reached_the_target_now_and_then_decides_nothing() -> None:
-    found = compared(
-        replace(solo(), reached=0.5), allreduce(None, reached=True), speed_of="time to test_accuracy ≥ 0.97"
-    )
-    assert found.decision.kind == "undecided"
+        (0.5, True, False, "undecided", "unreached", "allreduce on 2"),  # the reference reached it now and then
+    ):
+        several = (allreduce(None, reached=on_two), allreduce(None, workers=4, reached=on_four))
+        found = compared(replace(solo(), reached=alone), *several, **aim).decision
+        assert (found.kind, found.why) == (kind, why)
+        assert alone == 0.5 or (found.best and found.best.name) == name
 
 
 def test_where_the_reference_varies_by_half_the_upper_end_of_an_interval_counts() -> None:
@@ -114,37 +96,27 @@ def test_where_the_reference_varies_by_half_the_upper_end_of_an_interval_counts(
 def test_what_the_best_still_loses_is_said_unless_it_was_tried() -> None:
     lossy = allreduce(1.5, measured={"compute": 6.0, "exchange": 4.0})
     advice = named("exchange-bound", solo(), lossy)
-    assert advice is not None
-    assert advice.text.startswith("allreduce on 2: exchange-bound: 40 % of the time is exchange")
+    assert advice.text.startswith("allreduce on 2: exchange-bound: 40 %")
     assert advice.numbers["period"] == 6
-    tried = contestant(
-        "local-sgd on 2", measured(compute=6.0, exchange=1.0, strategy="local-sgd:period=8", period=8.0), 1.4
-    )
-    assert named("exchange-bound", solo(), lossy, tried) is None
-    shorter = contestant(
-        "local-sgd on 2", measured(compute=6.0, exchange=1.0, strategy="local-sgd:period=4", period=4.0), 1.4
-    )
-    assert named("exchange-bound", solo(), lossy, shorter) is not None
-    assert (
-        named("exchange-bound", solo(), lossy, replace(tried, measured=replace(tried.measured, workers=4))) is not None
-    )
+
+    def local_sgd(period: float, workers: int = 2) -> Contestant:
+        spec = {"strategy": f"local-sgd:period={period:.0f}", "period": period, "workers": workers}
+        return contestant("local-sgd", measured(compute=6.0, exchange=1.0, **spec), 1.4)
+
+    assert named("exchange-bound", solo(), lossy, local_sgd(8.0)) is None
+    for other in (local_sgd(4.0), local_sgd(8.0, workers=4)):
+        assert named("exchange-bound", solo(), lossy, other) is not None
 
 
 def test_compression_is_judged_by_what_was_measured() -> None:
     coded = measured(compute=9.0, exchange=1.0, strategy="allreduce:compress=powersgd:2")
     helps = named("compress", solo(), allreduce(0.5), contestant("allreduce:compress=powersgd:2 on 2", coded, 1.5))
-    assert helps is not None
-    assert (
-        helps.text == "compression helps on this link: allreduce:compress=powersgd:2 on 2 is 3.00× as fast as without."
-    )
+    assert "compress=powersgd:2 on 2 is 3.00×" in helps.text
     costs = named("codec-costs", solo(), allreduce(1.5), contestant("coded on 2", coded, 1.0))
-    assert costs is not None
-    assert costs.text == "compression costs more than it saves here: allreduce on 2 is 1.50× as fast as coded on 2."
+    assert "allreduce on 2 is 1.50× as fast as coded on 2" in costs.text
     for near in (1.4, 1.5, 1.7):  # the intervals of 1.5 and these meet
-        found = [
-            one.kind for one in advise_comparison(compared(solo(), allreduce(1.5), contestant("coded", coded, near)))
-        ]
-        assert not {"compress", "codec-costs"} & set(found)
+        found = advise_comparison(compared(solo(), allreduce(1.5), contestant("coded", coded, near)))
+        assert not {"compress", "codec-costs"} & {one.kind for one in found}
     elsewhere = contestant("coded on 4", replace(coded, workers=4), 3.0)
     assert named("compress", solo(), allreduce(1.5), elsewhere) is None
 
@@ -161,10 +133,8 @@ def test_threads_or_processes_of_as_many_cores() -> None:
     here = {"one_host": True}
     single = contestant("solo, 1 thread", measured(compute=10.0, workers=1, strategy="solo"), 0.8)
     better = named("processes", solo(), single, allreduce(1.3, measured=here))
-    assert better is not None
-    assert better.text.endswith("allreduce on 2 is 1.30× as fast as solo, whose threads bring 1.25×.")
+    assert re.search("allreduce on 2 is 1.30× as fast as solo, .* 1.25×", better.text)
     worse = named("threads-win", solo(), allreduce(0.5, measured=here))
-    assert worse is not None
     assert "solo is 2.00× as fast as allreduce on 2" in worse.text
     for silent in (allreduce(1.0, measured=here), allreduce(1.3), allreduce(1.3, workers=4, measured=here)):
         assert named("processes", solo(), silent) is None
@@ -181,27 +151,21 @@ def test_causes_are_ordered_by_what_the_strategy_would_win() -> None:
     assert [one.wins for one in found] == [pytest.approx(0.5), 0.0]
 
 
+SPECS = (
+    "allreduce",
+    "local-sgd:period=8",
+    "diloco:period=50",
+    "downpour",
+    "agn",
+    "easgd",
+    "allreduce:compress=topk:0.01",
+)
+
+
 @st.composite
 def comparisons(draw: st.DrawFn) -> Compared:
     several = []
-    for spec in draw(
-        st.lists(
-            st.sampled_from(
-                [
-                    "allreduce",
-                    "local-sgd:period=8",
-                    "diloco:period=50",
-                    "downpour",
-                    "agn",
-                    "easgd",
-                    "allreduce:compress=topk:0.01",
-                ]
-            ),
-            min_size=1,
-            max_size=5,
-            unique=True,
-        )
-    ):
+    for spec in draw(st.lists(st.sampled_from(SPECS), min_size=1, max_size=5, unique=True)):
         workers = draw(st.sampled_from([2, 4]))
         served = spec in ("downpour", "agn", "easgd")
         parts = {part: draw(st.sampled_from([0.0, 1.0, 7.0, 90.0])) for part in ("input", "exchange", "wait")}
@@ -232,7 +196,7 @@ def comparisons(draw: st.DrawFn) -> Compared:
     return compared(solo(), *several, speed_of=draw(st.sampled_from(["rows/s", "time to test_accuracy ≥ 0.97"])))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(comparisons())
 def test_no_line_contradicts_another_and_all_read_well(found: Compared) -> None:
     lines = advise_comparison(found)

@@ -1,4 +1,4 @@
-"""Advice about one run: each rule at its threshold, which speaks first, and that no two in a list contradict each other."""
+"""Advice about one run: each rule at its threshold, which speaks first, and that no two contradict each other."""
 
 import re
 from pathlib import Path
@@ -7,64 +7,47 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured_runs import measured
+from measured_runs import measured, reads_well
 
 from manyhands.evidence.advise import Machine, RunMeasurements, advise, all_advice
 from manyhands.server.staleness import limit
-from manyhands.strategies import strategy_of
-
-LINE = 200 - len("Advice: ")  # two lines of a summary
 
 
 def kinds(run: RunMeasurements) -> list[str]:
     return [advice.kind for advice in all_advice(run)]
 
 
-@pytest.mark.parametrize(
-    ("run", "kind", "says"),
-    [
-        (measured(steps=0), "unmeasured", "no step was made"),
-        (
-            measured(input=20.0, compute=80.0),
-            "input-bound",
-            "20 % of the time waits for rows (2,000 ms a step)",
-        ),
-        (measured(input=20.0, compute=80.0), "input-bound", "up to 1.2x as fast"),
-        (measured(input=19.9, compute=80.1), "fine", "compute 80 % of the time (8,010 ms a step)"),
-        (measured(compute=0.099, exchange=0.01), "too-short", "computes 9.9 ms"),
-        (measured(compute=0.1, exchange=0.01), "fine", "10 ms a step"),
-        (measured(compute=0.099, simulated=True), "fine", "9.9 ms a step"),
-        (measured(compute=0.099, strategy="ensemble"), "fine", "9.9 ms a step"),
-        (measured(compute=0.85, wait=0.15), "stragglers", "15 % of the time workers wait"),
-        (measured(compute=0.86, wait=0.14), "fine", "86 %"),
-        (measured(compute=0.85, wait=0.15, strategy="downpour:bound=3"), "stragglers", "raise bound."),
-        (measured(compute=0.85, wait=0.15, strategy="downpour"), "stragglers", "less often, where all meet."),
-        (measured(compute=0.85, wait=0.15, strategy="hogwild"), "stragglers", "less often, where all meet."),
-        (measured(compute=0.85, wait=0.15, strategy="ensemble"), "stragglers", "less often, where all meet."),
-        (measured(compute=0.85, wait=0.15, strategy="local-sgd:period=end"), "stragglers", "where all meet."),
-        (measured(compute=0.85, wait=0.15, strategy="quorum", server=True), "stragglers", "raise backups."),
-        (measured(compute=0.85, wait=0.15, strategy="easgd:via=group"), "stragglers", "raise period."),
-        (measured(compute=0.85, wait=0.15, strategy="local-sgd:period=4"), "stragglers", "raise period."),
-        (measured(compute=0.85, wait=0.15), "stragglers", "average less often (local-sgd)."),
-        (measured(compute=0.75, exchange=0.25, steps=100), "too-short", "7.5 ms"),
-        (measured(compute=0.75, exchange=0.25), "exchange-bound", "local-sgd:period=3,"),
-        (measured(compute=0.76, exchange=0.24), "fine", "76 %"),
-        (measured(compute=0.09, workers=1), "solo", "one process is right: a step computes 9 ms"),
-        (
-            measured(compute=0.1, workers=1, threads_per_worker=1),
-            "solo",
-            "try --workers 2: a step computes 10 ms, and 1 of 2 cores is idle",
-        ),
-        (measured(compute=0.1, workers=1, threads_per_worker=2), "solo", "already has all 2 cores"),
-        (measured(compute=0.1, workers=1, cores=1), "solo", "there is one core"),
-        (measured(compute=0.1, workers=1, device="cuda:0"), "solo", "another GPU"),
-    ],
-)
-def test_each_rule_at_its_threshold(run: RunMeasurements, kind: str, says: str) -> None:
-    advice = advise(run)
-    assert advice.kind == kind
-    assert says in advice.text
-    assert "\n" not in advice.text
+def test_each_rule_at_its_threshold() -> None:
+    waits: dict[str, Any] = {"compute": 0.85, "wait": 0.15}
+    alone: dict[str, Any] = {"compute": 0.1, "workers": 1}
+    for facts, kind, says in (
+        ({"steps": 0}, "unmeasured", ""),
+        ({"input": 20.0, "compute": 80.0}, "input-bound", r"20 % .*\(2,000 ms a step\).* 1.2x"),
+        ({"input": 19.9, "compute": 80.1}, "fine", r"80 % .*\(8,010 ms a step\)"),
+        ({"compute": 0.099, "exchange": 0.01}, "too-short", "9.9 ms"),
+        ({"compute": 0.1, "exchange": 0.01}, "fine", "10 ms"),
+        ({"compute": 0.099, "simulated": True}, "fine", "9.9 ms"),
+        ({"compute": 0.099, "strategy": "ensemble"}, "fine", "9.9 ms"),
+        (waits, "stragglers", r"15 % .*\(local-sgd\)"),
+        ({"compute": 0.86, "wait": 0.14}, "fine", "86 %"),
+        (waits | {"strategy": "downpour:bound=3"}, "stragglers", "raise bound"),
+        *((waits | {"strategy": name}, "stragglers", "where all meet") for name in ("downpour", "hogwild", "ensemble")),
+        (waits | {"strategy": "local-sgd:period=end"}, "stragglers", "where all meet"),
+        (waits | {"strategy": "quorum", "server": True}, "stragglers", "raise backups"),
+        (waits | {"strategy": "easgd:via=group"}, "stragglers", "raise period"),
+        (waits | {"strategy": "local-sgd:period=4"}, "stragglers", "raise period"),
+        ({"compute": 0.75, "exchange": 0.25, "steps": 100}, "too-short", "7.5 ms"),
+        ({"compute": 0.75, "exchange": 0.25}, "exchange-bound", "local-sgd:period=3,"),
+        ({"compute": 0.76, "exchange": 0.24}, "fine", "76 %"),
+        (alone | {"compute": 0.09}, "solo", "one process is right.* 9 ms"),
+        (alone | {"threads_per_worker": 1}, "solo", "--workers 2: .* 10 ms, and 1 of 2 cores"),
+        (alone | {"threads_per_worker": 2}, "solo", "all 2 cores"),
+        (alone | {"cores": 1}, "solo", "one core"),
+        (alone | {"device": "cuda:0"}, "solo", "another GPU"),
+    ):
+        advice = advise(measured(**facts))
+        assert advice.kind == kind, facts
+        assert re.search(says, advice.text), (says, advice.text)
 
 
 def test_what_wins_most_speaks_first() -> None:
@@ -87,10 +70,8 @@ def test_what_a_line_wins_is_the_share_that_goes() -> None:
     assert found["stragglers"].wins == pytest.approx(3 / 15)
     # 9 · 4 / 11 = 3.3: period 4, and 1 of 4 seconds of exchange is left
     assert found["exchange-bound"].wins == pytest.approx(3 / 15)
-    # both shares one after the other take 2 · 0.05 + 0.03 of 0.15 seconds
-    assert all_advice(measured(input=0.03, compute=0.05, exchange=0.04, wait=0.03))[1].wins == pytest.approx(
-        0.02 / 0.15
-    )
+    short = measured(input=0.03, compute=0.05, exchange=0.04, wait=0.03)
+    assert all_advice(short)[1].wins == pytest.approx(0.02 / 0.15)  # both take 2 · 0.05 + 0.03 one after the other
     assert advise(measured(compute=0.09, exchange=0.01)).wins == 0.0
 
 
@@ -103,68 +84,60 @@ def test_the_straggler_is_named_with_what_makes_it_one() -> None:
     assert "Worker 1" in advise(measured(compute=0.5, wait=0.5, compute_of_workers_s=[1.0, 1.23])).text
 
 
-@pytest.mark.parametrize(
-    ("loads", "says", "not_said"),
-    [
-        ({}, "with --loader-processes 2, or prepare them once as arrays:", "instead"),
-        ({"loader_processes": 2}, "with --loader-processes 4 instead of 2, or prepare", "beside"),
-        ({"loader_processes": 3, "loader_option": "num_workers"}, "with num_workers 6 instead of 3", "--loader"),
-        ({"loader_processes": 1, "loader_option": ""}, "prepare them once as arrays:", "--loader"),
-        ({"loader_option": ""}, "columns already: leave out those that are not used", "loader"),
-        ({"loader_option": "", "strategy": "downpour"}, "leased slice by slice: raise --batch-size", "loader"),
-    ],
-)
-def test_input_is_sped_up_by_what_is_not_there_already(loads: dict[str, Any], says: str, not_said: str) -> None:
+def test_input_is_sped_up_by_what_is_not_there_already() -> None:
     """Data in memory starts no loader processes, and arrays are arrays."""
-    advice = advise(measured(input=20.0, compute=80.0, **loads))
-    assert advice.kind == "input-bound"
-    assert says in advice.text
-    assert not_said not in advice.text
-    reads_well(advice.text)
+    for loads, says, not_said in (
+        ({}, "with --loader-processes 2, or .* arrays", "instead"),
+        ({"loader_processes": 2}, "with --loader-processes 4 instead of 2", "beside"),
+        ({"loader_processes": 3, "loader_option": "num_workers"}, "with num_workers 6 instead of 3", "--loader"),
+        ({"loader_processes": 1, "loader_option": ""}, "as arrays:", "--loader"),
+        ({"loader_option": ""}, "leave out those that are not used", "loader"),
+        ({"loader_option": "", "strategy": "downpour"}, "raise --batch-size", "loader"),
+    ):
+        advice = advise(measured(input=20.0, compute=80.0, **loads))
+        assert advice.kind == "input-bound"
+        assert re.search(says, advice.text), (loads, advice.text)
+        assert not_said not in advice.text, loads
+        reads_well(advice.text)
 
 
-def test_a_bound_is_proposed_where_the_strategy_has_one() -> None:
+def test_options_are_proposed_where_there_are_such_options() -> None:
     late = {"compute": 1.0, "staleness": {3: 99}, "server": True, "rate": 0.1, "push_gain": 2 * limit(3)}
     for strategy, has in (("downpour", True), ("diloco:via=server", True), ("quorum", False), ("mine.py:Own", False)):
-        assert ("bound=0" in advise(measured(**late, strategy=strategy)).text) == has
-
-
-def test_clipping_is_proposed_where_nothing_is_clipped() -> None:
+        assert ("bound=0" in advise(measured(**late, strategy=strategy)).text) == has, strategy
     skipped = {"compute": 1.0, "unused": 0.11}
     assert "clip with --clip-norm 1" in advise(measured(**skipped)).text
     assert "clip to less" in advise(measured(**skipped, clipped=True)).text
+    assert kinds(measured(compute=1.0, unused=0.1)) == ["fine"]
+    dropped, skipped = (advise(measured(compute=1.0, unused=0.11, strategy=name)) for name in ("quorum", "allreduce"))
+    assert re.search("11 % .* fewer backups", dropped.text)
+    assert re.search("not finite. Lower the rate", skipped.text)
+    assert dropped.wins == 0.11
 
 
-def test_hosts_that_joined_from_one_machine_share_its_cores() -> None:
-    """Each has a thread for every core: what looks like jitter, or a slow host, is that they wait for each other."""
-    run: dict[str, Any] = {"compute": 0.5, "wait": 0.5, "workers": 3, "threads_per_worker": 2}
+def test_more_threads_than_cores_are_said_instead_of_stragglers() -> None:
+    for workers, threads, says in (
+        (4, 1, "4 threads share 2 cores.* --workers 2"),
+        (2, 2, "use --workers 1 or --threads-per-worker 1"),
+        (1, 4, "4 threads share 2 cores.* --threads-per-worker 2"),
+    ):
+        run: dict[str, Any] = {"compute": 0.5, "wait": 0.5, "workers": workers, "threads_per_worker": threads}
+        found = all_advice(measured(**run, one_host=True))
+        assert re.search(says, found[0].text), found[0].text
+        assert found[0].wins == (0.5 if workers > 1 else 0.0)
+        assert "stragglers" not in [one.kind for one in found]
+        for silent in ({"cores": 4}, {"one_host": False}, {"device": "cuda:0"}):
+            assert "threads" not in kinds(measured(**{**run, "one_host": True, **silent})), silent
+    # hosts that joined from one machine share its cores
+    run = {"compute": 0.5, "wait": 0.5, "workers": 3, "threads_per_worker": 2}
     crowded = Machine(host="alpha", workers=2, threads=4, cores=2)
     found = all_advice(measured(**run, machines=[crowded, Machine(host="beta", workers=1, threads=2, cores=2)]))
     assert [one.kind for one in found] == ["threads"]
-    assert "4 threads share 2 cores of alpha" in found[0].text
-    assert "use at most 1 worker there or --threads-per-worker 1." in found[0].text
+    assert re.search("4 threads share 2 cores of alpha.* 1 worker there or --threads-per-worker 1", found[0].text)
     reads_well(found[0].text)
     apart = [Machine(host=host, workers=1, threads=2, cores=2) for host in ("alpha", "beta", "gamma")]
     assert kinds(measured(**run, machines=apart)) == ["stragglers"]
     assert kinds(measured(**run, machines=[crowded], device="cuda:0")) == ["stragglers"]
-
-
-@pytest.mark.parametrize(
-    ("workers", "threads", "says"),
-    [
-        (4, 1, "4 threads share 2 cores, so that some wait while others compute: use --workers 2."),
-        (2, 2, "use --workers 1 or --threads-per-worker 1."),
-        (1, 4, "4 threads share 2 cores, so that some wait while others compute: use --threads-per-worker 2."),
-    ],
-)
-def test_more_threads_than_cores_are_said_instead_of_stragglers(workers: int, threads: int, says: str) -> None:
-    run: dict[str, Any] = {"compute": 0.5, "wait": 0.5, "workers": workers, "threads_per_worker": threads}
-    found = all_advice(measured(**run, one_host=True))
-    assert says in found[0].text
-    assert found[0].wins == (0.5 if workers > 1 else 0.0)
-    assert "stragglers" not in [one.kind for one in found]
-    for silent in ({"cores": 4}, {"one_host": False}, {"device": "cuda:0"}):
-        assert "threads" not in kinds(measured(**{**run, "one_host": True, **silent}))
 
 
 def test_staleness_speaks_near_its_limit_and_before_all_else_beyond_it() -> None:
@@ -176,53 +149,29 @@ def test_staleness_speaks_near_its_limit_and_before_all_else_beyond_it() -> None
     assert kinds(measured(**run, push_gain=1.01 * most)) == ["unstable", "input-bound"]
     assert kinds(measured(**{**run, "staleness": {0: 99, 3: 1}}, push_gain=1.01 * most)) == ["input-bound"]
     advice = advise(measured(**run, push_gain=2 * most))
-    assert advice.wins == 1.0
-    assert "up to 3 versions late, which bears rate x curvature up to 0.445; it is 0.89." in advice.text
-    assert "Lower the rate to 0.04, or set bound=0." in advice.text  # 80 % of the limit
-    assert "Lower the rate by 60 %" in advise(measured(**{**run, "rate": 0.0}, push_gain=2 * most)).text
-
-
-def test_late_pushes_are_not_made_later() -> None:
+    assert advice.wins == 1.0  # the rate: 80 % of the limit
+    assert re.search("3 versions late, .* 0.445; it is 0.89.*rate to 0.04, or set bound=0", advice.text)
+    assert "by 60 %" in advise(measured(**{**run, "rate": 0.0}, push_gain=2 * most)).text
     late = {"staleness": {3: 99}, "strategy": "downpour", "server": True, "push_gain": limit(3)}
     found = all_advice(measured(compute=0.4, exchange=0.3, wait=0.3, **late))
     assert [one.kind for one in found] == ["stragglers", "near-limit"]
-    assert "jitter: use fewer workers." in found[0].text
+    assert "use fewer workers" in found[0].text  # late pushes are not made later
 
 
-@pytest.mark.parametrize(
-    ("rows", "compute", "says"),
-    [
-        (1.0, 0.1, "1 a worker"),
-        (2.0, 0.1, "2 a worker"),
+def test_few_rows_in_a_short_step() -> None:
+    for rows, compute, says in (
+        (1.0, 0.1, " 1 a worker"),
+        (2.0, 0.1, " 2 a worker"),
         (3.9, 0.1, "3.9 a worker"),
-        (4.0, 0.1, ""),
-        (0.0, 0.1, ""),
-        (1.0, 0.2, ""),
-    ],
-)
-def test_few_rows_in_a_short_step(rows: float, compute: float, says: str) -> None:
-    found = {one.kind: one for one in all_advice(measured(compute=compute, rows_per_step=rows, workers=3))}
-    assert ("few-rows" in found) == bool(says)
-    if says:
-        assert says in found["few-rows"].text
-        assert "Raise --batch-size to 24" in found["few-rows"].text
-        assert found["few-rows"].wins == 0  # what it costs this model is not known
-    assert "few-rows" not in kinds(measured(compute=compute, rows_per_step=rows, workers=3, simulated=True))
-
-
-def test_rows_without_effect() -> None:
-    assert kinds(measured(compute=1.0, unused=0.1)) == ["fine"]
-    dropped, skipped = (advise(measured(compute=1.0, unused=0.11, strategy=name)) for name in ("quorum", "allreduce"))
-    assert "11 % of all were computed and came too late. Use fewer backups" in dropped.text
-    assert "not finite. Lower the rate" in skipped.text
-    assert dropped.wins == 0.11
-
-
-def test_all_time_in_one_part_divides_by_nothing() -> None:
-    assert "100 %" in advise(measured(input=1.0)).text
-    assert "100 %" in advise(measured(compute=1.0)).text
-    for part in ("exchange", "wait"):
-        assert all_advice(measured(**{part: 1.0}, simulated=True))
+        *((4.0, 0.1, ""), (0.0, 0.1, ""), (1.0, 0.2, "")),
+    ):
+        found = {one.kind: one for one in all_advice(measured(compute=compute, rows_per_step=rows, workers=3))}
+        assert ("few-rows" in found) == bool(says), (rows, compute)
+        if says:
+            assert says in found["few-rows"].text
+            assert "--batch-size to 24" in found["few-rows"].text
+            assert found["few-rows"].wins == 0  # what it costs this model is not known
+        assert "few-rows" not in kinds(measured(compute=compute, rows_per_step=rows, workers=3, simulated=True))
 
 
 SECONDS = st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.0, 7.0, 90.0])
@@ -262,21 +211,15 @@ def runs(draw: st.DrawFn) -> RunMeasurements:
     )
 
 
-SHARING = {
-    *("stragglers", "exchange-bound", "compress", "codec-costs", "server-costs", "few-rows", "fine"),
-}
+SHARING = ("stragglers", "exchange-bound", "compress", "codec-costs", "server-costs", "few-rows", "fine")
 APART = [
-    {"stragglers", "threads"},
-    {"compress", "codec-costs"},
-    {"unstable", "exchange-bound"},
-    {"near-limit", "exchange-bound"},
-    {"unstable", "near-limit"},
-    *({"too-short", other} for other in SHARING),
-    *({"solo", other} for other in SHARING),
+    *({"stragglers", "threads"}, {"compress", "codec-costs"}, {"unstable", "near-limit"}),
+    *({"unstable", "exchange-bound"}, {"near-limit", "exchange-bound"}),
+    *({one, other} for one in ("too-short", "solo") for other in SHARING),
 ]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(runs())
 def test_no_line_contradicts_another_and_all_read_well(run: RunMeasurements) -> None:
     found = all_advice(run)
@@ -294,17 +237,6 @@ def test_no_line_contradicts_another_and_all_read_well(run: RunMeasurements) -> 
         if "speedup" in one.numbers:
             assert one.wins == pytest.approx(max(0.0, 1 - 1 / one.numbers["speedup"]))
         reads_well(one.text)
-
-
-def reads_well(text: str, length: int = LINE) -> None:
-    """One line, that a terminal wraps once at most, without words that only the code knows; a strategy that it names exists."""
-    assert len(text) <= length, text
-    assert "\n" not in text
-    assert text.endswith(".")
-    assert not re.search(r"Amdahl|_s\b|_per_|None|nan|inf\b|  |\d{7}", text), text
-    for spec in re.findall(r"--strategy (\S+)", text):
-        if ".py" not in spec:
-            strategy_of(spec.rstrip(".;,"))
 
 
 def test_the_page_has_every_kind_and_no_other() -> None:

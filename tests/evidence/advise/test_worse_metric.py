@@ -20,89 +20,60 @@ def cause(
     return explain(one, solo(rate=0.1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "says", "given"),
-    [
-        ("unused-rows", "11 % of its rows had no effect: use fewer backups.", {"strategy": "quorum", "unused": 0.11}),
-        ("unequal", "manyhands check", {"strategy": "quorum", "unused": 0.10}),
-        (
-            "batch",
-            "its batch is 4x as large, so it made 0.25x as many steps at 1x the rate: give --batch-size 64, or 4x the rate after",
-            {"batch_size": 256},
-        ),
-        ("batch", "at 1.9x the rate", {"batch_size": 256, "rate": 0.19}),
-        ("critical-batch", "which 2.1x the rate did not make up", {"batch_size": 256, "rate": 0.21}),
-        ("batch", "its batch is 1.5x", {"batch_size": 96}),
-        ("unequal", "should compute what one process computes", {"batch_size": 95}),
-        (
-            "rate-too-high",
-            "a batch moves the model 4x as far, by updates up to 3 versions late. Lower the rate from 0.1 to 0.022.",
-            {"strategy": "downpour", "effective_rate": 0.4, "staleness": {3: 9}},
-        ),
-        ("rate-too-high", "moves the model 1.5x as far. Lower the rate from 0.1 to 0.066.", {"effective_rate": 0.151}),
-        ("unequal", "", {"effective_rate": 0.14}),
-        (
-            "rate-too-high",
-            "its outer steps go 7x as far along a steady way, which 14 rounds may not bear: outer_rate=0.7,outer_momentum=0.5",
-            {"strategy": "diloco:period=50", "effective_rate": 0.7, "period": 50.0},
-        ),
-        ("behind", "use window=1, or train longer.", {"strategy": "agn", "period": 4.0}),
-        ("behind", "use downpour, or train longer.", {"strategy": "dynsgd"}),
-        (
-            "behind",
-            "short runs are behind: train longer, or use",
-            {"strategy": "easgd", "server": True, "period": 4.0},
-        ),
-        ("behind", "train longer.", {"strategy": "easgd", "server": True}),
-        ("behind", "short runs are behind", {"strategy": "eamsgd", "server": True, "effective_rate": 0.2}),
-        ("rate-too-low", "only 0.5x as far as in one process: raise the rate to 0.2.", {"effective_rate": 0.05}),
-        ("unequal", "", {"effective_rate": 0.07}),
-        (
-            "late",
-            "22 % of the rate at most: lower it to 0.022.",
-            {"strategy": "mine.py:Own", "staleness": {3: 9}},
-        ),
-        ("codec-loses", "compress=topk:0.01 leaves out", {"strategy": "allreduce:compress=topk:0.01"}),
-        ("unequal", "", {"strategy": "allreduce:compress=bf16"}),
-        (
-            "drift",
-            "for 50 steps, and 700 steps can bear about 26: exchange every 25 steps.",
-            {"strategy": "local-sgd:period=50", "period": 50.0},
-        ),
-        ("drift", "drift apart for 8 steps: exchange every 4 steps.", {"strategy": "local-sgd", "period": 8.0}),
-        ("drift", "for 2 steps: exchange every 1 step.", {"strategy": "local-sgd:period=2", "period": 2.0}),
-    ],
-)
-def test_each_cause_at_its_threshold(kind: str, says: str, given: dict[str, Any]) -> None:
-    advice = cause(**given)
-    assert advice is not None
-    assert advice.kind == kind
-    assert advice.text.startswith("it is worse: ")
-    assert says in advice.text
-    assert not re.search(r"\bours\b|chars|more loss|% of the loss", advice.text), "measured on another task"
-    assert advice.numbers["name"] == "it"
+CAUSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("unused-rows", "11 % .* fewer backups", {"strategy": "quorum", "unused": 0.11}),
+    ("unequal", "manyhands check", {"strategy": "quorum", "unused": 0.10}),
+    ("batch", "4x as large.* 0.25x .* 1x the rate.* --batch-size 64, or 4x", {"batch_size": 256}),
+    ("batch", "at 1.9x the rate", {"batch_size": 256, "rate": 0.19}),
+    ("critical-batch", "2.1x the rate", {"batch_size": 256, "rate": 0.21}),
+    ("batch", "its batch is 1.5x", {"batch_size": 96}),
+    ("unequal", "", {"batch_size": 95}),
+    (
+        "rate-too-high",
+        "4x as far, .* 3 versions late. .* from 0.1 to 0.022",
+        {"strategy": "downpour", "effective_rate": 0.4, "staleness": {3: 9}},
+    ),
+    ("rate-too-high", "1.5x as far. .* 0.1 to 0.066", {"effective_rate": 0.151}),
+    ("unequal", "", {"effective_rate": 0.14}),
+    (
+        "rate-too-high",
+        "outer .* 7x .* 14 rounds .*: outer_rate=0.7,outer_momentum=0.5",
+        {"strategy": "diloco:period=50", "effective_rate": 0.7, "period": 50.0},
+    ),
+    ("behind", "use window=1, or train longer", {"strategy": "agn", "period": 4.0}),
+    ("behind", "use downpour, or train longer", {"strategy": "dynsgd"}),
+    ("behind", "train longer, or use", {"strategy": "easgd", "server": True, "period": 4.0}),
+    ("behind", "train longer.$", {"strategy": "easgd", "server": True}),
+    ("behind", "short runs", {"strategy": "eamsgd", "server": True, "effective_rate": 0.2}),
+    ("rate-too-low", "0.5x as far .* rate to 0.2", {"effective_rate": 0.05}),
+    ("unequal", "", {"effective_rate": 0.07}),
+    ("late", "22 % .* to 0.022", {"strategy": "mine.py:Own", "staleness": {3: 9}}),
+    ("codec-loses", "compress=topk:0.01", {"strategy": "allreduce:compress=topk:0.01"}),
+    ("unequal", "", {"strategy": "allreduce:compress=bf16"}),
+    ("drift", "50 steps, .* 700 .* 26: .* every 25 steps", {"strategy": "local-sgd:period=50", "period": 50.0}),
+    ("drift", "8 steps: .* every 4 steps", {"strategy": "local-sgd", "period": 8.0}),
+    ("drift", "2 steps: .* every 1 step", {"strategy": "local-sgd:period=2", "period": 2.0}),
+]
 
 
-def test_a_late_rate_is_lowered_by_whichever_asks_for_more() -> None:
-    late = cause("downpour", effective_rate=0.4, staleness={3: 9})
-    on_time = cause("downpour", effective_rate=0.4)
-    assert late is not None
-    assert on_time is not None
-    assert late.numbers["rate"] == pytest.approx(0.1 * limit(3) / 2)
-    assert on_time.numbers["rate"] == pytest.approx(0.1 / 4)
-
-
-def test_no_cause_is_made_up() -> None:
+def test_each_cause_at_its_threshold_and_none_is_made_up() -> None:
+    for kind, says, given in CAUSES:
+        advice = cause(**given)
+        assert (advice.kind, advice.numbers["name"]) == (kind, "it"), given
+        assert re.search(f"^it is worse: .*{says}", advice.text), (says, advice.text)
     assert cause("local-sgd", period=1.0) is None
     assert cause("gossip") is None
     assert cause("agn:window=1") is None
 
 
+def test_a_late_rate_is_lowered_by_whichever_asks_for_more() -> None:
+    late = cause("downpour", effective_rate=0.4, staleness={3: 9})
+    assert late.numbers["rate"] == pytest.approx(0.1 * limit(3) / 2)
+    assert cause("downpour", effective_rate=0.4).numbers["rate"] == pytest.approx(0.1 / 4)
+
+
 def test_a_sure_cause_goes_before_one_that_may_be() -> None:
     everything: dict[str, Any] = {"staleness": {3: 9}, "period": 50.0, "strategy": "downpour:compress=onebit"}
-    order = []
-    for change in ({"unused": 0.5}, {"batch_size": 256}, {"effective_rate": 0.4}, {}, {"staleness": {}}):
-        advice = cause(**{**everything, **change})
-        assert advice is not None
-        order.append(advice.kind)
+    changes: tuple[dict[str, Any], ...] = ({"unused": 0.5}, {"batch_size": 256}, {"effective_rate": 0.4}, {})
+    order = [cause(**{**everything, **change}).kind for change in (*changes, {"staleness": {}})]
     assert order == ["unused-rows", "batch", "rate-too-high", "late", "codec-loses"]

@@ -1,4 +1,4 @@
-"""What `calibrate` refuses, before any process starts."""
+"""What `calibrate` refuses, before any process starts; seconds of leases and requests."""
 
 import inspect
 from typing import Any
@@ -12,8 +12,6 @@ from manyhands.errors import BadInput, UnknownName, Unsupported
 from manyhands.evidence.calibrate.calibrate import STRATEGIES, calibrated, lease_and_request
 from manyhands.evidence.calibrate.observe import TickTime
 
-pytestmark = pytest.mark.usefixtures("nothing_starts")
-
 
 def task(**fields: Any) -> mh.Task:
     data = torch.zeros(64, 2), torch.zeros(64, dtype=torch.int64)
@@ -26,35 +24,20 @@ def task(**fields: Any) -> mh.Task:
     return mh.Task.supervised(**{**known, **fields})
 
 
-@pytest.mark.parametrize("workers", [1, 0, True, 2.0])
-def test_one_worker_has_nothing_between_workers(workers: Any) -> None:
-    with pytest.raises(BadInput, match="at least 2 workers"):
-        calibrated(task(), workers=workers)
-
-
-@pytest.mark.parametrize("engine", ["sim", "hosts:listen=127.0.0.1"])
-def test_engines_elsewhere_are_refused(engine: str) -> None:
-    with pytest.raises(Unsupported, match=f"engine {engine.partition(':')[0]} cannot do that: use engine local"):
-        calibrated(task(), engine=engine)
-
-
-def test_a_strategy_that_these_workers_cannot_run_is_refused() -> None:
-    with pytest.raises(Unsupported, match="strategy solo runs on one worker"):
-        calibrated(task(), strategies=["solo"])
-    with pytest.raises(UnknownName, match="allreduce"):
-        calibrated(task(), strategies=["allredduce"])
-
-
-def test_too_few_steps_and_too_small_a_batch_are_refused() -> None:
-    with pytest.raises(BadInput, match="steps must be a whole number of at least 16, not 3"):
-        calibrated(task(), steps=3)
-    with pytest.raises(BadInput, match="leaves some of the 4 workers without a row"):
-        calibrated(task(batch_size=3), workers=4)
-
-
-def test_the_command_tries_the_strategies_that_the_function_does() -> None:
+def test_what_cannot_be_is_refused(nothing_starts: None) -> None:
+    for fields, options, error, words in (
+        *(({}, {"workers": workers}, BadInput, "at least 2 workers") for workers in (1, 0, True, 2.0)),
+        ({}, {"engine": "sim"}, Unsupported, "engine sim cannot do that: use engine local"),
+        ({}, {"engine": "hosts:listen=127.0.0.1"}, Unsupported, "engine hosts cannot do that: use engine local"),
+        ({}, {"strategies": ["solo"]}, Unsupported, "strategy solo runs on one worker"),
+        ({}, {"strategies": ["allredduce"]}, UnknownName, "allreduce"),
+        ({}, {"steps": 3}, BadInput, "steps must be a whole number of at least 16, not 3"),
+        ({"batch_size": 3}, {"workers": 4}, BadInput, "leaves some of the 4 workers without a row"),
+    ):
+        with pytest.raises(error, match=words):
+            calibrated(task(**fields), **options)
     default = inspect.signature(evidence.calibrate).parameters["strategies"].default
-    assert default == ",".join(STRATEGIES)
+    assert default == ",".join(STRATEGIES)  # the command's
 
 
 def test_what_a_served_tick_takes_longer_is_its_leases_and_its_two_requests() -> None:

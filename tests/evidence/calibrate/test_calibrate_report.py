@@ -1,5 +1,6 @@
 """The text that the command prints."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,41 +40,40 @@ FOUND = Calibration(
 
 
 def test_the_measurements_their_errors_and_how_to_use_the_profile() -> None:
-    lines = text(FOUND, "chars:batch_size=32", Path("my profile.json")).splitlines()
-    assert lines[0] == "chars on 2 workers at the same time, 1 thread each, 2 cores (41 s)"
-    assert "3.5 ms a row + 2 ms, jitter 4.0%; fitted +2% at 8 rows, -1% at 16 rows" in lines[1]
-    assert "4 µs latency, 80 Gbit/s; fitted within 30%" in lines[2]
-    assert "100 µs latency, bytes cost nothing" in lines[3]
-    assert "50 µs a request, 1.5 ms a pull, 2 ms a push (4,000 bytes), 60 µs a lease" in lines[4]
-    assert "20 µs more a request, 90 µs a lease" in lines[5]
-    assert [line.split() for line in lines if line.startswith(("topk", "threshold"))] == [
+    printed = text(FOUND, "chars:batch_size=32", Path("my profile.json"))
+    lines = printed.splitlines()
+    for line, words in zip(
+        lines,
+        (
+            r"chars on 2 workers .* 1 thread each, 2 cores \(41 s\)",
+            r"3.5 ms a row \+ 2 ms, jitter 4.0%; .* \+2% at 8 rows, -1% at 16 rows",
+            "4 µs latency, 80 Gbit/s; .* 30%",
+            "100 µs latency, bytes cost nothing",
+            r"50 µs a request, 1.5 ms a pull, 2 ms a push \(4,000 bytes\), 60 µs a lease",
+            "20 µs more a request, 90 µs a lease",
+        ),
+        strict=False,
+    ):
+        assert re.search(words, line), (words, line)
+    rows = [line.split() for line in lines if line.startswith(("topk", "threshold", "allreduce", "local-sgd"))]
+    assert rows == [
         ["topk:0.01", "80", "51", "0.9"],
         ["threshold:1e-30", "4,000", "45.2", "25.4"],
-    ]
-    assert [line.split() for line in lines if line.startswith(("allreduce", "local-sgd"))] == [
         ["allreduce", "60.00", "63.00", "63.00", "+5.0%"],
         ["local-sgd:period=8", "50.00", "51.00", "45.00", "-10.0%"],
     ]
-    assert "  manyhands train chars:batch_size=32 -n 32 -s diloco --engine sim --profile 'my profile.json'" in lines
-    assert not any("idle" in line for line in lines)
+    assert "manyhands train chars:batch_size=32 -n 32 -s diloco --engine sim --profile 'my profile.json'" in printed
+    assert "idle" not in printed
+    for simulated, slowest in ((0.050, 0.063), (0.061, 0.090)):  # a large error, and a machine that changed its speed
+        one = Prediction(strategy="allreduce", real_s=0.060, slowest_s=slowest, simulated_s=simulated)
+        assert "when it is idle" in text(replace(FOUND, predictions=(one,)), "chars", Path("p.json"))
+    printed = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
+    assert "No strategy was compared." in printed
+    for words in ("simulated ms", "ms to encode", "\n\n\n"):
+        assert words not in printed
 
 
 def test_the_run_that_is_furthest_off_is_the_error_that_a_profile_keeps() -> None:
     """The slower of several runs is one that a user may see."""
     worst = {sim: Prediction(strategy="s", real_s=1.0, slowest_s=1.5, simulated_s=sim).worst for sim in (0.9, 1.2, 1.4)}
     assert worst == pytest.approx({0.9: 0.9 / 1.5 - 1, 1.2: 1.2 / 1.5 - 1, 1.4: 0.4})
-
-
-def test_a_large_error_is_pointed_out_and_a_machine_that_changed_its_speed() -> None:
-    far = Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.063, simulated_s=0.050)
-    busy = Prediction(strategy="allreduce", real_s=0.060, slowest_s=0.090, simulated_s=0.061)
-    for one in (far, busy):
-        assert "when it is idle" in text(replace(FOUND, predictions=(one,)), "chars", Path("p.json"))
-
-
-def test_without_strategies_there_is_no_table() -> None:
-    printed = text(replace(FOUND, predictions=(), codecs=()), "chars", Path("p.json"))
-    assert "No strategy was compared." in printed
-    assert "simulated ms" not in printed
-    assert "ms to encode" not in printed
-    assert "\n\n\n" not in printed

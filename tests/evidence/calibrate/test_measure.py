@@ -27,22 +27,15 @@ def calls_on(network: SimNetworkSpec, workers: int, elements: int) -> list[Timed
     return [TimedCollective(call.name, call.elements, call.item, call.cost(costs).seconds) for call in calls]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "sockets"])
-def test_a_network_is_found_again_from_its_own_costs(workers: int, one_host: bool) -> None:
-    if one_host:
-        network = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
-    else:
-        network = SimNetworkSpec(latency=8e-5, bandwidth=6e9)
-    found = fit_group(calls_on(network, workers, 900_000), workers, 900_000, one_host=one_host)
-    assert found.first == pytest.approx(3e-6 if one_host else 8e-5)
-    assert bandwidth_of(found) == pytest.approx(5e10 if one_host else 6e9)
-    assert found.worst < 1e-9
-
-
-def test_the_models_own_size_is_fitted_best() -> None:
-    network = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
-    calls = calls_on(network, 2, 900_000)
+def test_a_network_is_found_again_from_its_own_costs() -> None:
+    memory = SimNetworkSpec(workers_per_host=ALL, local_latency=3e-6, local_bandwidth=5e10)
+    for workers in (2, 3, 8):
+        for network, wanted in ((memory, (3e-6, 5e10)), (SimNetworkSpec(latency=8e-5, bandwidth=6e9), (8e-5, 6e9))):
+            calls = calls_on(network, workers, 900_000)
+            found = fit_group(calls, workers, 900_000, one_host=network is memory)
+            assert (found.first, bandwidth_of(found)) == pytest.approx(wanted)
+            assert found.worst < 1e-9
+    calls = calls_on(memory, 2, 900_000)  # the model's own size is fitted best
     slow = [
         TimedCollective(call.name, call.elements, call.item, call.seconds * (2 if call.elements == 900_000 else 1))
         for call in calls
@@ -51,9 +44,6 @@ def test_the_models_own_size_is_fitted_best() -> None:
     own = fit_group(slow, 2, 900_000, one_host=True).residuals[place]
     other = fit_group(slow, 2, 65_536, one_host=True).residuals[place]
     assert abs(own) < abs(other)
-
-
-def test_bytes_that_cost_nothing_are_an_infinite_bandwidth() -> None:
     found = fit_group([TimedCollective("barrier", 0, 0, 1e-5)], 2, 10, one_host=True)
     assert found.first == pytest.approx(1e-5)
     assert bandwidth_of(found) == float("inf")

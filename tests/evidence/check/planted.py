@@ -1,4 +1,4 @@
-"""Small tasks with one thing planted in each that keeps N workers from equalling one; a comment `# plant: NAME` marks its line."""
+"""Small tasks with one thing planted in each that keeps N workers from equalling one, at the line `# plant: NAME`."""
 
 from __future__ import annotations
 
@@ -75,39 +75,35 @@ class Dropping(nn.Module):
         return self.body(x)
 
 
-class DroppingByFunction(nn.Module):
+class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class DroppingByFunction(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(F.dropout(x, 0.2, self.training))  # plant: functional dropout
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
+class Noisy(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x + 0.1 * torch.randn_like(x))  # plant: randomness
 
 
-class Clipped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
+class Clipped(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.mul_(0.95)  # plant: in-place
         return self.layer(x)
 
 
-class Centered(nn.Module):
+class Centered(OneLayer):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(5, 3)
         self.register_buffer("center", torch.zeros(5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,13 +129,10 @@ class Mixing(nn.Module):
         return self.last(out[:, 0])
 
 
-class Counting(nn.Module):
+class Counting(OneLayer):
     """Remembers in an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-        self.scale = 1.0
+    scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x * self.scale)  # plant: hidden state
@@ -147,21 +140,16 @@ class Counting(nn.Module):
         return out
 
 
-class Timed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
+class Timed(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x * (1 + time.perf_counter() % 1))  # plant: nondeterministic
 
 
-class Projected(nn.Module):
+class Projected(OneLayer):
     """Holds a tensor that is neither parameter nor buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(5, 3)
         self.projection = torch.from_numpy(np.random.default_rng().normal(size=(5, 5)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,35 +167,24 @@ def unseeded() -> nn.Module:  # plant: not rebuilt
     return model
 
 
-class SingleOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
+class SingleOnly(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             raise TypeError("float32 only")
         return self.layer(x)
 
 
-class AtLeastEight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
+class AtLeastEight(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < 8:
             raise ValueError(f"{len(x)} rows are too few")  # plant: eight rows
         return self.layer(x)
 
 
-class Unused(nn.Module):
+class Unused(OneLayer):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.other = nn.Linear(5, 3), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        self.other = nn.Linear(2, 2)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -435,9 +412,8 @@ class Words(Dataset):
 
 def padded(rows: list[Any]) -> tuple[Tensor, Tensor]:  # plant: collate
     length = max(len(words) for words, _ in rows)
-    return torch.stack([F.pad(words, (0, length - len(words))) for words, _ in rows]), torch.tensor(
-        [y for _, y in rows]
-    )
+    x = torch.stack([F.pad(words, (0, length - len(words))) for words, _ in rows])
+    return x, torch.tensor([y for _, y in rows])
 
 
 class OverWords(nn.Module):

@@ -61,16 +61,9 @@ def test_a_plant_is_named_with_its_line_and_explains_all(plant: str) -> None:
     (finding,) = checked.findings
     assert finding.places[0].file == planted.__file__
     assert planted.line_of(plant) in [place.line for place in finding.places]
-    assert finding.alone is not None
     assert finding.alone > 1e-5
     assert "may hide other causes" not in finding.text
     assert not checked.passed
-
-
-def test_buffers_that_a_worker_without_rows_does_not_write() -> None:
-    checked = check(planted.task(model=planted.spectral), engine="sim", steps=4)  # the third has a single row
-    assert kinds(checked) == [("buffers", True)]
-    assert checked.findings[0].places[0].line == planted.line_of("spectral")
 
 
 SEEN = {
@@ -79,13 +72,15 @@ SEEN = {
     "not finite": ("not-finite", {"loss": planted.infinite}),
     "metric": ("metric-not-mean", {"evaluate": planted.count_right, "validation_data": planted.rows()}),
     "metric in place": ("in-place-change", {"evaluate": planted.training_evaluate, "test_data": planted.rows()}),
+    "spectral": ("buffers", {"model": planted.spectral}),
 }
 
 
 @pytest.mark.parametrize("plant", SEEN)
 def test_what_no_trial_takes_away_is_named_too(plant: str) -> None:
+    """With spectral norm a worker without rows does not write the buffers: the third step has a single row."""
     kind, fields = SEEN[plant]
-    checked = found(**fields)
+    checked = check(planted.task(**fields), engine="sim", steps=4 if plant == "spectral" else STEPS)
     assert kinds(checked) == [(kind, True)]
     assert checked.findings[0].places[0].line == planted.line_of(plant)
     assert not checked.passed
@@ -102,11 +97,8 @@ def test_irremovable_randomness_may_hide_other_causes() -> None:
 PAIRS = {
     "batch-norm": {"model": planted.Normed, "loss": planted.recomputed},
     "dropout": {"model": planted.Dropping, "loss": planted.recomputed},
-    "batch-norm, dropout": {"model": lambda: nn.Sequential(planted.Dropping(), nn.Linear(3, 5), planted.Normed())},
     "batch-norm, summed-loss": {"model": planted.Normed, "loss": planted.summed},
     "batch-norm, data-order": {"model": planted.Normed, "train_data": planted.Leaking()},
-    "batch-norm, coupled-rows": {"model": planted.Normed, "loss": planted.contrast},
-    "dropout, wrong-weight": {"model": planted.Dropping, "loss": planted.weighted},
     "in-place-change, random-rows": {"model": planted.Clipped, "train_data": planted.Augmented()},
     "depends-on-workers, rows-not-once": {"optimizer": planted.by_workers, "order": planted.own_order},
 }
@@ -117,13 +109,10 @@ def test_two_at_once_are_both_named_and_one_that_is_computed_again_on_the_way_ba
     checked = found(**PAIRS[pair])
     assert sorted(finding.kind for finding in checked.findings) == pair.split(", ")
     assert all(finding.breaks and finding.places for finding in checked.findings)
-
-
-def test_what_explains_more_comes_first() -> None:
-    checked = found(model=planted.Normed, loss=planted.summed)
-    alone = [finding.alone or 0.0 for finding in checked.findings]
-    assert alone == sorted(alone, reverse=True)
-    assert all(0 < (finding.share or 0.0) <= 1 for finding in checked.findings)
+    if pair == "batch-norm, summed-loss":  # what explains more comes first
+        alone = [finding.alone or 0.0 for finding in checked.findings]
+        assert alone == sorted(alone, reverse=True)
+        assert all(0 < (finding.share or 0.0) <= 1 for finding in checked.findings)
 
 
 NOTED = {
@@ -156,11 +145,7 @@ CLEAN = {
     },
     "a weighted mean": {"loss": planted.rightly_weighted},
     "a checkpoint": {"loss": planted.recomputed},
-    "padding that is masked": {
-        "model": planted.OverWordsMasked,
-        "train_data": planted.Words(),
-        "collate": planted.padded,
-    },
+    "masked": {"model": planted.OverWordsMasked, "train_data": planted.Words(), "collate": planted.padded},
     "an order of one's own": {"order": planted.seeded_order},
     "a DataLoader": {"train_data": DataLoader(planted.Pairs(), 12, shuffle=True, drop_last=True), "batch_size": None},
     "a function that gives a stream": {"train_data": planted.seeded_stream},
@@ -184,17 +169,14 @@ def test_modules_of_a_library_are_named_and_who_called_check_is_not() -> None:
     class Layer(nn.TransformerEncoderLayer):
         __module__ = "torch.nn.modules.transformer"  # a library's: none of the user's lines makes its parts
 
-    checked = check(
-        mh.Task.supervised(
-            model=lambda: Layer(4, 2, 8, dropout=0.1, batch_first=True),
-            criterion=lambda outputs, targets: (outputs.sum((1, 2)) - targets).square().mean(),
-            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            train_data=(torch.randn(64, 3, 4), torch.randn(64)),
-            batch_size=16,
-        ),
-        engine="sim",
-        steps=2,
+    task = mh.Task.supervised(
+        model=lambda: Layer(4, 2, 8, dropout=0.1, batch_first=True),
+        criterion=lambda outputs, targets: (outputs.sum((1, 2)) - targets).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        train_data=(torch.randn(64, 3, 4), torch.randn(64)),
+        batch_size=16,
     )
+    checked = check(task, engine="sim", steps=2)
     (dropout,) = [finding for finding in checked.findings if finding.kind == "dropout"]
     assert dropout.places == ()
     assert "`dropout1` (Dropout)" in dropout.text

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -33,25 +32,21 @@ LAWS: dict[str, tuple[str, Callable[[Any], tuple[Any, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("least", [1, 2])
-def test_the_law_of(name: str, least: int) -> None:
-    kind, measure = LAWS[name]
-    aggregation = aggregation_of(lambda b: tuple(float(part) for part in measure(b)), DATA, 1e-9, least)  # type: ignore[arg-type,return-value]
-    assert aggregation.kind == kind
-    assert (aggregation.off > 1e-3) == (kind != MEAN)
-    assert aggregation.constant == (name == "a sum and a penalty")
+def test_the_law_of_each() -> None:
+    for name, (kind, measure) in LAWS.items():
+        for least in (1, 2):
+            law = aggregation_of(lambda b, of=measure: tuple(float(part) for part in of(b)), DATA, 1e-9, least)
+            assert law.kind == kind, name
+            assert (law.off > 1e-3) == (kind != MEAN), name
+            assert law.constant == (name == "a sum and a penalty"), name
 
 
-def test_two_rows_tell_a_mean_from_a_sum() -> None:
-    two = {"x": ROWS[:2]}
-    assert aggregation_of(lambda b: (float(b["x"].mean()), len(b["x"])), two, 1e-9).kind == MEAN
-    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), two, 1e-9).kind == SUM
-    assert aggregation_of(lambda b: (float(b["x"].std(correction=0)), len(b["x"])), two, 1e-9).kind == COUPLED
-    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), {"x": ROWS[:1]}, 1e-9).kind == MEAN
+def test_two_rows_tell_a_mean_from_a_sum_and_equal_parts_say_nothing_of_weights() -> None:
+    def kind(reduced: Callable[[Tensor], Tensor], rows: Tensor) -> str:
+        return aggregation_of(lambda b: (float(reduced(b["x"])), len(b["x"])), {"x": rows}, 1e-9).kind
 
-
-def test_equal_parts_say_nothing_of_weights() -> None:
-    same = {"x": torch.ones(8, dtype=torch.float64)}
-    assert aggregation_of(lambda b: (float(b["x"].mean()), len(b["x"])), same, 1e-9).kind == MEAN
-    assert aggregation_of(lambda b: (float(b["x"].sum()), len(b["x"])), same, 1e-9).kind == SUM
+    two, same = ROWS[:2], torch.ones(8, dtype=torch.float64)
+    assert [kind(reduced, two) for reduced in (torch.mean, torch.sum)] == [MEAN, SUM]
+    assert kind(lambda x: x.std(correction=0), two) == COUPLED
+    assert kind(torch.sum, ROWS[:1]) == MEAN
+    assert [kind(reduced, same) for reduced in (torch.mean, torch.sum)] == [MEAN, SUM]

@@ -1,6 +1,7 @@
 """What `check` says, refuses, and leaves as it was."""
 
 import random
+import re
 import textwrap
 import threading
 from pathlib import Path
@@ -23,18 +24,21 @@ from manyhands.replica.replica import Replica
 # -- manyhands itself ------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_weighting_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_group, "shares_of", lambda weights, total: [1 / len(weights) for _ in weights])
-    checked = check(planted.task(), engine="sim", steps=4)
-    assert [finding.kind for finding in checked.findings] == ["unexplained"]
+def test_wrong_weights_and_an_exchange_that_is_off_by_a_little_once_are_unexplained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_group, "shares_of", lambda weights, total: [1 / len(weights) for _ in weights])
+        checked = check(planted.task(), engine="sim", steps=4)
     (finding,) = checked.findings
+    assert (finding.kind, checked.passed) == ("unexplained", False)
     assert "manyhands itself is wrong" in finding.text
     assert finding.numbers["step"] == 4  # the epoch's last batch, of 5 rows
     assert finding.numbers["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert not checked.passed
-
-
-def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sim_group, "shares_of", lambda weights, total: [0.4 for _ in weights])
+        checked = check(planted.task(model=planted.Dropping), engine="sim", steps=2)
+    assert sorted(finding.kind for finding in checked.findings) == ["dropout", "unexplained"]
     plain = Replica.record_mean
 
     def off(self: Replica, total: MeanResult) -> MeanResult:
@@ -44,15 +48,8 @@ def test_an_exchange_that_is_off_by_a_little_once_is_unexplained(monkeypatch: py
 
     monkeypatch.setattr(Replica, "record_mean", off)
     checked = check(planted.task(), engine="sim", steps=4)
-    assert [finding.kind for finding in checked.findings] == ["unexplained"]
-    assert checked.findings[0].numbers["step"] == 2
+    assert [(finding.kind, finding.numbers["step"]) for finding in checked.findings] == [("unexplained", 2)]
     assert 1e-9 < checked.largest < 1e-6
-
-
-def test_a_wrong_weighting_is_found_with_other_causes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_group, "shares_of", lambda weights, total: [0.4 for _ in weights])
-    checked = check(planted.task(model=planted.Dropping), engine="sim", steps=2)
-    assert sorted(finding.kind for finding in checked.findings) == ["dropout", "unexplained"]
 
 
 # -- what stays as it was --------------------------------------------------------------------------------------------
@@ -89,25 +86,17 @@ def test_a_function_that_gives_data_is_called_once_and_once_more_to_compare() ->
 # -- what it refuses, and what the user's code raises ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 1}, "workers must be a whole number of at least 2, not 1"),
-        ({"steps": 0}, "steps must be a whole number of at least 1, not 0"),
-        ({"workers": 20}, "leaves some of the 20 workers without a row"),
-        ({"order": lambda epoch: [10**6]}, "row numbers from 0 to"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        check(planted.task(), engine="sim", **options)
-
-
-def test_unknown_fields_and_other_engines_are_refused() -> None:
-    with pytest.raises(UnknownName, match="no field 'bath_size'"):
-        check(planted.task(), bath_size=3)
-    with pytest.raises(Unsupported, match="engine hosts cannot do that"):
-        check(planted.task(), engine="hosts:listen=127.0.0.1")
+def test_what_cannot_be_is_refused() -> None:
+    for options, error, message in (
+        ({"workers": 1}, BadInput, "workers must be a whole number of at least 2, not 1"),
+        ({"steps": 0}, BadInput, "steps must be a whole number of at least 1, not 0"),
+        ({"workers": 20}, BadInput, "leaves some of the 20 workers without a row"),
+        ({"order": lambda epoch: [10**6]}, BadInput, "row numbers from 0 to"),
+        ({"bath_size": 3}, UnknownName, "no field 'bath_size'"),
+        ({"engine": "hosts:listen=127.0.0.1"}, Unsupported, "engine hosts cannot do that"),
+    ):
+        with pytest.raises(error, match=message):
+            check(planted.task(), **{"engine": "sim", **options})
 
 
 def test_what_one_worker_raises_is_raised() -> None:
@@ -126,6 +115,10 @@ def test_workers_that_fail_where_one_does_not() -> None:
     assert checked.findings[0].places[0].line == planted.line_of("eight rows")
     assert "ValueError: 6 rows are too few" in checked.findings[0].text
     assert "fail where one worker does not" in checked.text().splitlines()[0]
+    document = events.from_json(checked.to_json())
+    assert (document["passed"], document["limit"], bool(document["proofs"][0]["failure"])) == (False, 1e-10, True)
+    assert document["findings"][0]["kind"] == "fails-on-workers"
+    assert document["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
 
 
 class Locked(planted.Pairs):
@@ -141,20 +134,15 @@ class LockedAndCopied(Locked):
 
 def test_what_cannot_be_sent_is_named_with_its_path() -> None:
     checked = check(planted.task(train_data=Locked()), engine="sim")
-    assert [finding.kind for finding in checked.findings] == ["not-picklable"]
-    assert "train_data holds lock" in checked.findings[0].text
-    assert checked.findings[0].places[0].file == __file__
-    assert checked.proofs == ()
-    assert not checked.passed
+    (finding,) = checked.findings
+    assert (finding.kind, finding.places[0].file) == ("not-picklable", __file__)
+    assert "train_data holds lock" in finding.text
+    assert (checked.proofs, checked.passed) == ((), False)
     assert checked.text().startswith("task: 2 workers of allreduce could not be tried.")
-
-
-def test_what_cannot_be_sent_and_can_be_copied_is_proved_here() -> None:
-    checked = check(planted.task(train_data=LockedAndCopied()), steps=2)
-    assert [finding.kind for finding in checked.findings] == ["not-picklable"]
-    assert [proof.engine for proof in checked.proofs] == ["sim", "sim"]
-    assert checked.largest < 1e-12
-    assert not checked.passed
+    copied = check(planted.task(train_data=LockedAndCopied()), steps=2)  # it is proved here
+    assert [finding.kind for finding in copied.findings] == ["not-picklable"]
+    assert [proof.engine for proof in copied.proofs] == ["sim", "sim"]
+    assert (copied.largest < 1e-12, copied.passed) == (True, False)
 
 
 # -- what it says ----------------------------------------------------------------------------------------------------
@@ -164,33 +152,22 @@ def test_the_text_of_a_clean_task() -> None:
     progress: list[str] = []
     checked = check(planted.task(), engine="sim", steps=3, say=progress.append)
     lines = checked.text().splitlines()
-    assert lines[0].startswith("task: 2 workers of allreduce equal one worker, step by step: they differ by")
-    assert "limit 1e-10, float64" in lines[0]
-    assert "12 rows a step; simulated workers:" in lines
-    assert "11 rows a step, 1 in the epoch's last; simulated workers:" in lines
+    assert re.match("task: 2 workers of allreduce equal one worker, .*limit 1e-10, float64", lines[0])
+    assert any(line.startswith("12 rows a step; simulated workers:") for line in lines)
+    assert any(line.startswith("11 rows a step, 1 in the epoch's last; simulated workers:") for line in lines)
     assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 6
-    assert "  - every row of the order is handed out once an epoch (41; 23 of 41)" in lines
+    assert any(line.endswith("(41; 23 of 41)") for line in lines)
     assert lines[-1].startswith("PASS")
-    assert any("training 2 workers (steps: 3, rows of each in a step: 12)" in line for line in progress)
+    assert any("(steps: 3, rows of each in a step: 12)" in line for line in progress)
 
 
 def test_the_text_of_a_finding() -> None:
     checked = check(planted.task(loss=planted.summed), engine="sim", steps=3)
-    text = checked.text()
-    assert "1. summed-loss (all of the difference; alone it makes" in text
-    assert f"planted.py:{planted.line_of('summed')}" in text
-    assert text.splitlines()[-1].startswith("FAIL: 1 finding (")
-    assert checked.findings[0].where.endswith(f"planted.py:{planted.line_of('summed')}")
-
-
-def test_json_holds_all_of_it() -> None:
-    checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=2)
-    document = events.from_json(checked.to_json())
-    assert document["passed"] is False
-    assert document["findings"][0]["kind"] == "fails-on-workers"
-    assert document["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
-    assert document["proofs"][0]["failure"]
-    assert document["limit"] == 1e-10
+    where = f"planted.py:{planted.line_of('summed')}"
+    assert "1. summed-loss (all of the difference" in checked.text()
+    assert where in checked.text()
+    assert checked.text().splitlines()[-1].startswith("FAIL: 1 finding (")
+    assert checked.findings[0].where.endswith(where)
 
 
 OWN_FILE = """\

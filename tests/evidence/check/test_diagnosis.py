@@ -65,9 +65,6 @@ def test_what_no_trial_takes_away_has_what_is_left_and_others_what_goes_beyond_i
     assert found[SUMMED].alone == pytest.approx(0.3)
     assert "hides it" in found[DROPOUT].unjudged
     assert found["hidden-state"].share == pytest.approx(0.5 / 0.8)
-
-
-def test_two_irremovable_causes_cannot_be_separated() -> None:
     found = judged({"hidden-state": 0.5, "nondeterministic-operator": 0.2})
     assert found["hidden-state"].share == 1
     assert found["nondeterministic-operator"].unjudged == "it cannot be separated from hidden-state"
@@ -80,8 +77,5 @@ def test_a_suspect_without_a_difference_is_a_note_with_share_0_unless_it_breaks_
     assert "by itself" in found[IN_PLACE].unjudged
     assert "nothing is left" in found["hidden-state"].unjudged
     assert found[DROPOUT].share == 1
-
-
-def test_causes_with_which_workers_fail_share_all_of_it() -> None:
-    found = judged({"coupled-rows": float("inf"), DROPOUT: 0.5})
-    assert (found["coupled-rows"].share, found[DROPOUT].share) == (1, 0)
+    fails = judged({"coupled-rows": float("inf"), DROPOUT: 0.5})  # workers fail with it: it has all of the difference
+    assert (fails["coupled-rows"].share, fails[DROPOUT].share) == (1, 0)

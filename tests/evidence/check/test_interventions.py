@@ -38,31 +38,25 @@ def test_float32_means_float64_within() -> None:
         assert {single: 1}[single] == 1  # it is still the same tensor
     assert torch.tensor(0.5).dtype == torch.float32
     assert (single + single).dtype == torch.float32
-
-
-def test_what_is_written_to_stays_what_it_is() -> None:
-    total = torch.zeros(2)
+    total = torch.zeros(2)  # what is written to stays what it is
     with FunctionMode(double=True):
         total.add_(torch.ones(2, dtype=torch.float64))
         total[0] = 5.0
-    assert total.tolist() == [5.0, 1.0]
-    assert total.dtype == torch.float32
-
-
-def test_the_default_dtype_comes_back_after_an_error() -> None:
+    assert (total.tolist(), total.dtype) == ([5.0, 1.0], torch.float32)
     with pytest.raises(RuntimeError), FunctionMode(double=True):
         torch.ones(2) @ torch.ones(3)
     assert torch.get_default_dtype() == torch.float32
 
 
+INPUT = torch.ones(4, 6)
 LAYERS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
-    "dropout": (nn.Dropout(0.5), (torch.ones(4, 6),)),
+    "dropout": (nn.Dropout(0.5), (INPUT,)),
     "dropout2d": (nn.Dropout2d(0.5), (torch.ones(4, 6, 2, 2),)),
-    "alpha dropout": (nn.AlphaDropout(0.5), (torch.ones(4, 6),)),
-    "attention": (nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True), (torch.ones(2, 4, 6),) * 3),
-    "lstm": (nn.LSTM(6, 6, 2, dropout=0.5), (torch.ones(4, 2, 6),)),
-    "gru": (nn.GRU(6, 6, 2, dropout=0.5), (torch.ones(4, 2, 6),)),
-    "encoder": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True), (torch.ones(2, 4, 6),)),
+    "alpha dropout": (nn.AlphaDropout(0.5), (INPUT,)),
+    "attention": (nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True), (INPUT[None],) * 3),
+    "lstm": (nn.LSTM(6, 6, 2, dropout=0.5), (INPUT[:, None],)),
+    "gru": (nn.GRU(6, 6, 2, dropout=0.5), (INPUT[:, None],)),
+    "encoder": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True), (INPUT[None],)),
 }
 
 
@@ -99,26 +93,23 @@ def test_packed_sequences_have_their_arguments_elsewhere() -> None:
     assert kinds(mode) == {DROPOUT}
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)])
-def test_batch_norm_without_the_batch_treats_rows_apart(layer: nn.Module) -> None:
+def test_batch_norm_without_the_batch_treats_rows_apart() -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    with FunctionMode(record=True) as mode:
-        whole = layer(x)[:2]
-        assert not torch.allclose(whole, layer(x[:2]))
-    assert kinds(mode) == {BATCH_NORM}
-    assert mode.recorded[0].module is layer
-    with FunctionMode(without=frozenset([BATCH_NORM])):
-        assert torch.allclose(layer(x)[:2], layer(x[:2]))
-    layer.eval()
-    with FunctionMode(record=True) as mode:
-        layer(x)
-    assert kinds(mode) == ({BATCH_NORM} if layer.running_mean is None else set())
-
-
-def test_low_level_batch_norm_is_known_too() -> None:
-    x, mean, var = torch.randn(6, 3), torch.zeros(3), torch.ones(3)
+    for layer in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
+        with FunctionMode(record=True) as mode:
+            whole = layer(x)[:2]
+            assert not torch.allclose(whole, layer(x[:2]))
+        assert kinds(mode) == {BATCH_NORM}
+        assert mode.recorded[0].module is layer
+        with FunctionMode(without=frozenset([BATCH_NORM])):
+            assert torch.allclose(layer(x)[:2], layer(x[:2]))
+        layer.eval()
+        with FunctionMode(record=True) as mode:
+            layer(x)
+        assert kinds(mode) == ({BATCH_NORM} if layer.running_mean is None else set())
+    mean = torch.zeros(3)
     with FunctionMode(record=True, without=frozenset([BATCH_NORM])) as mode:
-        out = torch.batch_norm(x, None, None, mean, var, True, 0.1, 0.0, False)
+        out = torch.batch_norm(x, None, None, mean, torch.ones(3), True, 0.1, 0.0, False)
     assert kinds(mode) == {BATCH_NORM}
     assert torch.allclose(out, x)
     assert mean.tolist() == [0.0] * 3
@@ -139,16 +130,12 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_instead_of_a_draw_comes_its_middle(name: str) -> None:
-    draw, middle = DRAWS[name]
-    with FunctionMode(record=True, without=frozenset([RANDOMNESS])) as mode:
-        drawn = draw(torch.ones(4))
-    assert kinds(mode) == {RANDOMNESS}
-    assert drawn.unique().tolist() == [middle]
-
-
-def test_draws_of_rows_keep_their_order() -> None:
+def test_instead_of_a_draw_comes_its_middle_and_draws_of_rows_keep_their_order() -> None:
+    for name, (draw, middle) in DRAWS.items():
+        with FunctionMode(record=True, without=frozenset([RANDOMNESS])) as mode:
+            drawn = draw(torch.ones(4))
+        assert kinds(mode) == {RANDOMNESS}, name
+        assert drawn.unique().tolist() == [middle], name
     with FunctionMode(without=frozenset([RANDOMNESS])):
         assert torch.randperm(4).tolist() == [0, 1, 2, 3]
         assert torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), 2).tolist() == [1, 2]
@@ -177,14 +164,8 @@ def test_writes_to_parameters_are_seen_and_left_out() -> None:
     with FunctionMode(record=True, guarded=storages_of(layer)) as mode:
         write()
     assert not any(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
-    assert [call.function for call in mode.recorded] == [
-        "mul_",
-        "__setitem__",
-        "__set__",
-        "add_",
-        "__set__",
-        "_foreach_add_",
-    ]
+    functions = [call.function for call in mode.recorded]
+    assert functions == ["mul_", "__setitem__", "__set__", "add_", "__set__", "_foreach_add_"]
 
 
 def test_sums_over_everything_are_seen_with_their_line() -> None:
@@ -222,11 +203,8 @@ def apart(x: Tensor) -> Tensor:
     return torch.softmax(hidden, 1).log().mean()
 
 
-def test_rows_that_go_their_own_way_do_not_mix() -> None:
-    assert mixing(apart) is None
-
-
 def test_what_mixes_rows_is_found() -> None:
+    assert mixing(apart) is None
     assert mixing(lambda x: torch.softmax(torch.tanh(x), 0)) == "softmax"
     assert mixing(lambda x: (x * 2) @ (x * 2).T) in ("matmul", "__matmul__")
     assert mixing(lambda x: x - x.mean(0)) == "sub"
@@ -244,8 +222,5 @@ def test_the_first_change() -> None:
 
     one, other = log(pass_, ROWS, 1), log(pass_, ROWS, 1)
     found = first_change(one, other)
-    assert found is not None
-    assert found.function == "mul"
-    assert found.place is not None
-    assert found.place.file == __file__
+    assert (found.function, found.place.file) == ("mul", __file__)
     assert first_change(one, one) is None

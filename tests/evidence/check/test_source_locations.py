@@ -53,26 +53,18 @@ both = lambda m: nn.Dropout(), lambda x: nn.BatchNorm1d(2)  # two lambdas
 
 
 def test_layers_in_functions_and_classes() -> None:
+    wide = functools.partial(make, width=4)
     assert source_locations.of_module(make(), "1", make) == SourceLocation(HERE, line_of("first norm"), "1")
-    assert source_locations.of_module(make(), "2.1", functools.partial(make, width=4)) == SourceLocation(
-        HERE, line_of("second norm"), "2.1"
-    )
+    assert source_locations.of_module(make(), "2.1", wide) == SourceLocation(HERE, line_of("second norm"), "2.1")
     assert source_locations.of_module(Held(), "2") == SourceLocation(HERE, line_of("second dropout"), "2")
-    assert source_locations.of_module(planted.Normed(), "norm") == SourceLocation(
-        planted.__file__, planted.line_of("batch-norm"), "norm"
-    )
+    planted_norm = SourceLocation(planted.__file__, planted.line_of("batch-norm"), "norm")
+    assert source_locations.of_module(planted.Normed(), "norm") == planted_norm
     assert source_locations.of_module(nn.Sequential(nn.Linear(1, 1)), "0") is None
-
-
-def test_layers_deep_inside_of_torchs_own() -> None:
     outer = Outer()
     assert source_locations.of_module(outer, "layers.1") == SourceLocation(HERE, line_of("listed"), "layers.1")
     found = source_locations.of_module(outer, "encoder.layers.0.dropout1")
-    assert found is not None
     assert found.line in (line_of("encoder layer") - 1, line_of("encoder layer"))
-
-
-def test_of_several_lambdas_in_a_line_the_one_with_these_arguments() -> None:
+    # of several lambdas in a line the one with these arguments
     assert source_locations._made_in(both[1], "", "BatchNorm1d", 0) == SourceLocation(HERE, line_of("two lambdas"))
     assert source_locations._made_in(both[0], "", "BatchNorm1d", 0) is None
 
@@ -80,7 +72,7 @@ def test_of_several_lambdas_in_a_line_the_one_with_these_arguments() -> None:
 class Counting:
     def __getitem__(self, i: int) -> int:  # item
         x = i
-        self.counts[i] += 1  # type: ignore[attr-defined] # counted
+        self.counts[i] += 1  # counted
         return x
 
     def __iter__(self):  # iteration
@@ -91,26 +83,17 @@ def test_functions_methods_and_what_wraps_them() -> None:
     line = line_of("make")
     for given in (make, functools.partial(make, 3), functools.partial(functools.partial(make))):
         found = source_locations.of_function(given)
-        assert found is not None
         assert (found.file, found.line) == (HERE, line)
-    module = source_locations.of_function(planted.Normed())
-    assert module is not None
-    assert module.file == planted.__file__
-    assert source_locations.of_function(torch.relu) is None
-    assert source_locations.of_function(F.cross_entropy) is None
-    assert source_locations.of_function(mh.Task.supervised) is None
-    assert source_locations.of_method(Counting(), "__len__", "__iter__") == SourceLocation(
-        HERE, line_of("iteration"), "Counting.__iter__"
-    )
+    assert source_locations.of_function(planted.Normed()).file == planted.__file__
+    for library in (torch.relu, F.cross_entropy, mh.Task.supervised):
+        assert source_locations.of_function(library) is None
+    method = source_locations.of_method(Counting(), "__len__", "__iter__")
+    assert method == SourceLocation(HERE, line_of("iteration"), "Counting.__iter__")
 
 
 def test_the_line_that_changes_the_object() -> None:
-    found = source_locations.of_change(Counting(), "__getitem__")
-    assert found is not None
-    assert found.line == line_of("type: ignore[attr-defined] # counted")
-    begins = source_locations.of_change(Counting(), "__iter__")
-    assert begins is not None
-    assert begins.line == line_of("iteration")
+    assert source_locations.of_change(Counting(), "__getitem__").line == line_of("counted")
+    assert source_locations.of_change(Counting(), "__iter__").line == line_of("iteration")
     assert source_locations.of_change(3, "__getitem__") is None
 
 
@@ -120,9 +103,7 @@ def test_a_file_that_is_no_python_has_no_lines(tmp_path: Path) -> None:
     namespace: dict[str, object] = {"nn": nn}
     exec(compile("\ndef make(): return nn.Dropout()\n", str(path), "exec"), namespace)
     assert source_locations._made_in(namespace["make"], "", "Dropout", 0) is None
-    found = source_locations.of_function(namespace["make"])
-    assert found is not None
-    assert found.line == 2
+    assert source_locations.of_function(namespace["make"]).line == 2
 
 
 def test_lines_of_errors_here_and_in_the_text_of_other_processes() -> None:

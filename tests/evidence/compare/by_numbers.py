@@ -21,9 +21,9 @@ def found(
     target: Target | None = None,
     **changes: Any,
 ) -> Comparison:
-    """A comparison with its findings. rates, metrics, targets: by variant, a number a repeat: rows/s, test_accuracy, seconds to the target.
+    """A comparison with its findings. By variant and repeat: rows/s, test_accuracy, seconds to the target.
 
-    Variants are called `solo…`, or `SPEC on WORKERS`. A rate of None is a trial that is missing; `failures` end the last one.
+    Variants are `solo…` or `SPEC on WORKERS`. A rate of None is a trial that is missing; `failures` end the last one.
     """
     variants = tuple(_variant(name) for name in rates)
     trials = [

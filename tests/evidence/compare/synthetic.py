@@ -12,14 +12,13 @@ from manyhands.evidence.compare.comparison import Comparison, Difference, Point,
 
 ROWS, VALIDATIONS = 24_000, 12
 SERVED = ("downpour", "dynsgd", "agn")
-HOSTILE = "<a href='//x.y'>z</a></script><script>window.broken = 1</script><img src=x onerror=\"window.broken = 2\"><a href='http://elsewhere.invalid/'>&lt;b&gt;%{x}</a>$x$ {{ 7 * 7 }} <!-- `|` **b** @somebody"
+HOSTILE = (
+    "<a href='//x.y'>z</a></script><script>window.broken = 1</script><img src=x onerror=\"window.broken = 2\">"
+    "<a href='http://elsewhere.invalid/'>&lt;b&gt;%{x}</a>$x$ {{ 7 * 7 }} <!-- `|` **b** @somebody"
+)
 SPECS = (
-    "allreduce",
-    "local-sgd:period=8",
-    "diloco:period=16,outer_momentum=0.9",
-    "downpour:push_every=4",
-    "gossip:graph=exponential",
-    "allreduce:compress=topk:0.01",
+    *("allreduce", "local-sgd:period=8", "diloco:period=16,outer_momentum=0.9", "downpour:push_every=4"),
+    *("gossip:graph=exponential", "allreduce:compress=topk:0.01"),
 )
 
 
@@ -54,27 +53,16 @@ def comparison(
         time_margin=0.05,
         metric_margin=0.01,
         differences={one.name: _differences(one) for one in variants[2:] if one.name not in fails},
-        verdict="allreduce on 4 is worth it: it reaches test_accuracy ≥ 0.95 in 0.62 of the time that solo, 4 threads takes, with the same test_accuracy.",
+        verdict="allreduce on 4 is worth it: it reaches test_accuracy ≥ 0.95 in 0.62 of the time that solo, 4 threads takes.",
         advice=(
             Advice(
-                kind="exchange-bound",
-                text="downpour:push_every=4 on 4 spends 31 % of its time exchanging: push_every=16 would send a quarter.",
+                kind="exchange-bound", text="downpour on 4 spends 31 % of its time exchanging: push_every=16 helps."
             ),
-            Advice(
-                kind="rate",
-                text="diloco:period=16,outer_momentum=0.9 on 4 lost 0.012 of test_accuracy: its effective rate is 4 times that of solo.",
-            ),
+            Advice(kind="rate", text="diloco on 4 lost 0.012 of test_accuracy: its effective rate is 4 times solo's."),
         ),
-        machine={
-            "host": "workbench",
-            "cores": 4,
-            "processor": "AMD EPYC 7B13",
-            "engine": "local",
-            "device": "cpu",
-            "when": "2031-05-04 12:31 UTC",
-            "versions": {"python": "3.11.9", "torch": "2.13.0", "manyhands": "1.2.3"},
-            "command": "manyhands compare digits --strategies allreduce,local-sgd:period=8 --workers 2,4 --target test_accuracy=0.95",
-        },
+        machine={"host": "workbench", "cores": 4, "processor": "AMD EPYC 7B13", "engine": "local", "device": "cpu"}
+        | {"versions": {"python": "3.11.9", "torch": "2.13.0", "manyhands": "1.2.3"}, "when": "2031-05-04 12:31 UTC"}
+        | {"command": "manyhands compare digits --workers 2,4 --target test_accuracy=0.95"},
         seconds=94.2,
     )
     return replace(made, **changes)
@@ -104,21 +92,14 @@ def _trial(variant: Variant, repeat: int, target: Target | None, fails: bool) ->
         message = f"worker 1 raised RuntimeError: the loss is not finite\n\nTraceback of {variant.name}\n  File train.py, line 3"
         return Trial(variant=variant.name, repeat=repeat, seed=repeat, failure=message)
     random = Random(f"{variant.name} {repeat}")
-    lost = (
-        0.0
-        if variant.solo
-        else 0.06 + 0.02 * math.log2(variant.workers) + 0.1 * random.random() * variant.strategy.startswith("d")
-    )
-    speed = (
-        4200
-        * (variant.workers * variant.threads) ** (0.7 if variant.solo else 1.0)
-        * (1 - lost)
-        * random.uniform(0.97, 1.03)
-    )
+    late = 0.0 if variant.solo else 0.1 * random.random() * variant.strategy.startswith("d")
+    lost = 0.0 if variant.solo else 0.06 + 0.02 * math.log2(variant.workers) + late
+    threads = (variant.workers * variant.threads) ** (0.7 if variant.solo else 1.0)
+    speed = 4200 * threads * (1 - lost) * random.uniform(0.97, 1.03)
     seconds, ahead = ROWS / speed, random.uniform(-0.02, 0.02) - 0.3 * lost
     curve = tuple(_point(variant, at, seconds, ahead) for at in range(1, VALIDATIONS + 1))
     reached = next((one for one in curve if target is not None and one.metrics["test_accuracy"] >= target.value), None)
-    final = curve[-1]
+    final, right = curve[-1], curve[-1].metrics["test_accuracy"]
     return Trial(
         variant=variant.name,
         repeat=repeat,
@@ -131,11 +112,7 @@ def _trial(variant: Variant, repeat: int, target: Target | None, fails: bool) ->
         launch_seconds=seconds + 1.2,
         rows_per_s=speed,
         curve=curve,
-        metrics={
-            "train_accuracy": final.metrics["test_accuracy"] + 0.01,
-            "test_accuracy": final.metrics["test_accuracy"],
-            "test_loss": 0.08,
-        },
+        metrics={"train_accuracy": right + 0.01, "test_accuracy": right, "test_loss": 0.08},
         target_seconds=reached and reached.seconds,
         target_rows=reached and float(reached.rows),
         distance=final.distance,
@@ -155,14 +132,8 @@ def _trial(variant: Variant, repeat: int, target: Target | None, fails: bool) ->
 
 def _point(variant: Variant, at: int, seconds: float, ahead: float) -> Point:
     reached = 0.985 - 0.85 * math.exp(-(at + 3 * ahead * at) / 2.6) + 0.1 * ahead
-    apart = (
-        None
-        if variant.name == "solo, 4 threads"
-        else 0.0
-        if variant.strategy == "allreduce"
-        else (0.02 + abs(ahead)) * math.sqrt(at)
-    )
-    apart = 2e-7 * at if variant.solo and apart is not None else apart
+    far = 0.0 if variant.strategy == "allreduce" else (0.02 + abs(ahead)) * math.sqrt(at)
+    apart = None if variant.name == "solo, 4 threads" else 2e-7 * at if variant.solo else far
     return Point(
         rows=ROWS * at // VALIDATIONS,
         seconds=seconds * at / VALIDATIONS,
@@ -191,24 +162,15 @@ def _staleness(variant: Variant, random: Random) -> dict[int, int]:
 
 
 def _differences(variant: Variant) -> tuple[Difference, ...]:
-    better = variant.workers >= 4
-    ratio = (
-        {"middle": 1.61, "low": 1.52, "high": 1.7, "outcome": "better"}
-        if better
-        else {"middle": 0.97, "low": 0.9, "high": 1.04, "outcome": "unclear"}
-    )
-    time = (
-        {"middle": 0.62, "low": 0.58, "high": 0.7, "outcome": "better"}
-        if better
-        else {"middle": 1.2, "low": 1.1, "high": 1.3, "outcome": "worse"}
-    )
-    metric = (
-        {"middle": -0.012, "low": -0.02, "high": -0.011, "outcome": "worse"}
-        if "diloco" in variant.strategy
-        else {"middle": 0.001, "low": -0.002, "high": 0.004, "outcome": "same"}
-    )
-    return (
-        Difference(of="rows_per_s", margin=0.05, **ratio),
-        Difference(of="target_seconds", margin=0.05, **time),
-        Difference(of="test_accuracy", margin=0.0098, **metric),
+    better, loses = variant.workers >= 4, "diloco" in variant.strategy
+    rows = (1.61, 1.52, 1.7, "better") if better else (0.97, 0.9, 1.04, "unclear")
+    time = (0.62, 0.58, 0.7, "better") if better else (1.2, 1.1, 1.3, "worse")
+    metric = (-0.012, -0.02, -0.011, "worse") if loses else (0.001, -0.002, 0.004, "same")
+    return tuple(
+        Difference(of=of, middle=middle, low=low, high=high, margin=margin, outcome=outcome)
+        for of, margin, (middle, low, high, outcome) in (
+            ("rows_per_s", 0.05, rows),
+            ("target_seconds", 0.05, time),
+            ("test_accuracy", 0.0098, metric),
+        )
     )

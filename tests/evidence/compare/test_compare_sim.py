@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from manyhands.evidence.compare.compare import compare
 from manyhands.evidence.compare.comparison import Comparison
 from manyhands.evidence.compare.measures import differ
 from manyhands.evidence.compare.text import text
-from slow_cases import slow_after
 
 SIM = Sim(compute="row=1e-4,jitter=lognormal:0.2", network="latency=1e-5")
 
@@ -67,43 +67,33 @@ def test_every_variant_trains_once_a_repeat_on_equal_rows_from_the_same_seed(tol
     found: Comparison = told["found"]
     names = ["solo", "allreduce on 2", "downpour on 2", "ensemble on 2", "broken on 2", "diverging on 2"]
     assert [variant.name for variant in found.variants] == names
-    assert found.reference == "solo"
     for name in names[:4]:
         trials = found.of(name)
-        assert [trial.repeat for trial in trials] == [0, 1, 2]
-        assert [trial.seed for trial in trials] == [0, 1, 2]
+        assert [(trial.repeat, trial.seed) for trial in trials] == [(0, 0), (1, 1), (2, 2)]
         assert {(trial.rows, trial.ticks) for trial in trials} == {(ROWS, 20)}
-    assert found.complete
+    assert (found.complete, found.reference) == (True, "solo")
     assert (found.repeats, found.metric, found.higher, found.parameters) == (3, "test_accuracy", True, 10)
     assert found.simulated["compute"] == "row=1e-4,jitter=lognormal:0.2"
-
-
-def test_trials_of_a_repeat_alternate_in_another_order_each_time(told: dict[str, Any]) -> None:
-    found: Comparison = told["found"]
     orders = [[trial.variant for trial in found.trials if trial.repeat == repeat] for repeat in range(3)]
-    assert sorted(orders[0]) == sorted(variant.name for variant in found.variants)
+    assert sorted(orders[0]) == sorted(names)  # alternating, in another order each time
     assert orders[0][:4] != orders[1][:4] != orders[2][:4]
+    assert told["untouched"]  # the caller's model
 
 
-def test_the_test_rows_are_validated_under_their_own_name(told: dict[str, Any]) -> None:
+def test_the_test_rows_are_validated_under_their_own_name_and_nobody_hears_of_sketches(told: dict[str, Any]) -> None:
+    """In trials the validation rows take the place of the test rows: a plain run knows which are which."""
     trial = told["found"].of("allreduce on 2")[0]
     assert [point.rows for point in trial.curve] == [60, 120, 180, 240]
     assert all(set(point.metrics) == {"test_loss", "test_accuracy"} for point in trial.curve)
-    assert set(trial.metrics) == {f"{kind}_{name}" for kind in ("train", "validation", "test") for name in ("loss", "accuracy")}  # fmt: skip
+    kinds = {f"{kind}_{name}" for kind in ("train", "validation", "test") for name in ("loss", "accuracy")}
+    assert set(trial.metrics) == kinds
     assert trial.metrics["test_accuracy"] == trial.curve[-1].metrics["test_accuracy"]
     assert trial.curve[-1].seconds == pytest.approx(trial.seconds)
-
-
-def test_metrics_are_those_of_a_run_of_ones_own(told: dict[str, Any]) -> None:
-    """In trials the validation rows take the place of the test rows: a plain run knows which are which."""
-    trial = told["found"].of("solo")[1]
+    solo = told["found"].of("solo")[1]
     run = mh.train(tiny(model=copy.deepcopy(told["module"]), seed=1), engine=SIM, workers=1)
     for name in ("test_loss", "validation_loss"):
-        assert trial.metrics[name] == pytest.approx(run.metrics[name], rel=1e-5)
-    assert trial.metrics["test_loss"] != pytest.approx(trial.metrics["validation_loss"], rel=1e-4)
-
-
-def test_nobody_hears_of_the_sketches(told: dict[str, Any]) -> None:
+        assert solo.metrics[name] == pytest.approx(run.metrics[name], rel=1e-5)
+    assert solo.metrics["test_loss"] != pytest.approx(solo.metrics["validation_loss"], rel=1e-4)
     assert told["ears"].names == {"test_loss", "test_accuracy", "validation_loss", "validation_accuracy"}
     assert "sketch" not in told["found"].to_json()
 
@@ -111,62 +101,41 @@ def test_nobody_hears_of_the_sketches(told: dict[str, Any]) -> None:
 def test_distance_from_solo_along_the_way_and_at_the_end(told: dict[str, Any]) -> None:
     found: Comparison = told["found"]
     for trial in found.of("allreduce on 2"):
-        assert trial.distance is not None
         assert 0 < trial.distance < 1e-6
         assert trial.cosine == pytest.approx(1.0)
-        assert all(point.distance is not None and point.distance < 1e-6 for point in trial.curve)
+        assert all(point.distance < 1e-6 for point in trial.curve)
     for trial in found.of("downpour on 2"):
-        assert trial.distance is not None
-        last = trial.curve[-1].distance
         assert trial.distance > 1e-3
-        assert last == pytest.approx(trial.distance, rel=0.2)  # 10 weights in 512 buckets
-    assert [trial.distance for trial in found.of("solo")] == [0.0] * 3
-    assert {trial.agreement_of for trial in found.of("downpour on 2")} == {"classes"}
-    assert all(trial.distance is None for trial in found.of("ensemble on 2"))
-    assert all(trial.agreement is not None for trial in found.of("ensemble on 2"))
-
-
-def test_what_only_a_server_has(told: dict[str, Any]) -> None:
-    for trial in told["found"].of("downpour on 2"):
+        assert trial.curve[-1].distance == pytest.approx(trial.distance, rel=0.2)  # 10 weights in 512 buckets
         assert sum(trial.staleness.values()) == 40  # pushes: two slices of each of 20 batches
         assert trial.bytes > 0
         assert (trial.rate, trial.effective_rate, trial.batch_size) == (0.1, 0.2, 12)
-        assert len(trial.timing) == 2
+        assert (len(trial.timing), trial.agreement_of) == (2, "classes")
+    assert [trial.distance for trial in found.of("solo")] == [0.0] * 3
+    assert all(trial.distance is None and trial.agreement is not None for trial in found.of("ensemble on 2"))
 
 
 def test_a_failing_variant_is_told_and_not_tried_again(told: dict[str, Any]) -> None:
     found: Comparison = told["found"]
-    for name, why in (
-        ("broken on 2", "RuntimeError: it broke"),
-        ("diverging on 2", "test_loss|test_accuracy|nan|finite"),
-    ):
-        trials = [trial for trial in found.trials if trial.variant == name]
-        assert [trial.repeat for trial in trials] == [0]
-        assert "\n" not in trials[0].failure
-        assert any(part in trials[0].failure for part in why.split("|")), trials[0].failure
+    for name, why in (("broken on 2", "RuntimeError: it broke"), ("diverging on 2", "test_loss|nan|finite")):
+        (trial,) = [trial for trial in found.trials if trial.variant == name]
+        assert trial.repeat == 0
+        assert "\n" not in trial.failure
+        assert re.search(why, trial.failure), trial.failure
         assert name not in found.differences
         assert f"{name} failed: " in text(found)
     assert any(line.startswith("broken on 2 failed, and is not tried again: ") for line in told["lines"])
-
-
-def test_each_trial_is_told_before_it_starts(told: dict[str, Any]) -> None:
-    trials = [line for line in told["lines"] if line.startswith("trial ")]
+    trials = [line for line in told["lines"] if line.startswith("trial ")]  # each is told before it starts
     assert len(trials) == 6 + 4 + 4
-    assert trials[0].startswith("trial 1 of 18: ")
-    assert trials[-1].startswith("trial 14 of 14: ")
+    assert (trials[0][:14], trials[-1][:16]) == ("trial 1 of 18:", "trial 14 of 14: ")
     assert all("repeat " in line for line in trials)
     assert all(line.endswith(" left") for line in trials[1:])
 
 
-def test_the_callers_model_is_as_it_was(told: dict[str, Any]) -> None:
-    assert told["untouched"]
-
-
 def test_a_function_that_gives_one_model_again_and_again_begins_each_trial_with_it_as_it_was() -> None:
     model = nn.Linear(4, 2)
-    found = compare(
-        tiny(model=lambda: model), strategies=["allreduce"], repeats=2, validations=1, engine=SIM, shuffle=False
-    )
+    task = tiny(model=lambda: model)
+    found = compare(task, strategies=["allreduce"], repeats=2, validations=1, engine=SIM, shuffle=False)
     first, second = found.of("solo")
     assert first.metrics == second.metrics
 
@@ -174,37 +143,27 @@ def test_a_function_that_gives_one_model_again_and_again_begins_each_trial_with_
 # -- when two are different ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", slow_after(8, range(20)))
-def test_identical_strategies_are_not_called_different(seed: int) -> None:
+def test_identical_strategies_are_not_called_different() -> None:
     """Every trial has another simulation seed, so that the two differ by the jitter of their workers, by about 5 % a trial."""
-    engine = Sim(compute="row=1e-4,jitter=lognormal:0.5", network="latency=1e-4", seed=1000 * seed)
-    twice = ["local-sgd:period=4"] * 2
-    task = tiny(validation_data=None, test_data=None, seed=100 * seed)
-    found = compare(task, strategies=twice, engine=engine)
-    own, other = (found.of(name) for name in ("local-sgd:period=4 on 2", "local-sgd:period=4 on 2 (2)"))
-    assert len({trial.seconds for trial in [*own, *other]}) == 6
-    for of, higher in (("rows_per_s", True), ("seconds", False), ("train_accuracy", True), ("train_loss", False)):
-        assert not differ(found, own[0].variant, other[0].variant, of, higher).different
+    for seed in range(2):
+        engine = Sim(compute="row=1e-4,jitter=lognormal:0.5", network="latency=1e-4", seed=1000 * seed)
+        task = tiny(validation_data=None, test_data=None, seed=100 * seed)
+        found = compare(task, strategies=["local-sgd:period=4"] * 2, engine=engine)
+        own, other = (found.of(name) for name in ("local-sgd:period=4 on 2", "local-sgd:period=4 on 2 (2)"))
+        assert len({trial.seconds for trial in [*own, *other]}) == 6
+        for of, higher in (("rows_per_s", True), ("seconds", False), ("train_accuracy", True), ("train_loss", False)):
+            assert not differ(found, own[0].variant, other[0].variant, of, higher).different, (seed, of)
 
 
-def test_different_ones_are_seen_to_be_different() -> None:
+def test_different_ones_are_seen_to_be_different_the_same_every_time() -> None:
     slow = Sim(compute="row=1e-4,jitter=lognormal:0.2", network="latency=1ms")
-    found = compare(tiny(), strategies=["allreduce", "local-sgd:period=10"], engine=slow, validations=2)
-    rare, often = (
-        found.difference("local-sgd:period=10 on 2", "rows_per_s"),
-        found.difference("allreduce on 2", "rows_per_s"),
-    )
-    assert rare is not None
-    assert often is not None
-    assert (rare.outcome, often.outcome) == ("better", "worse")
+    strategies = ["allreduce", "local-sgd:period=10"]
+    found, again = (compare(tiny(), strategies=strategies, engine=slow, validations=2) for _ in range(2))
+    outcomes = [found.difference(f"{one} on 2", "rows_per_s").outcome for one in strategies]
+    assert outcomes == ["worse", "better"]
     assert found.verdict.startswith("On the simulated cluster: take local-sgd:period=10 on 2: ")
-
-
-def test_a_comparison_is_the_same_every_time() -> None:
-    first, second = (compare(tiny(), strategies=["downpour"], engine=SIM, validations=2, repeats=1) for _ in range(2))
-    assert [(t.variant, t.seconds, t.metrics) for t in first.trials] == [
-        (t.variant, t.seconds, t.metrics) for t in second.trials
-    ]
+    first, second = ([(t.variant, t.seconds, t.metrics) for t in one.trials] for one in (found, again))
+    assert first == second
 
 
 # -- ends before the end ---------------------------------------------------------------------------------------------
@@ -223,23 +182,17 @@ class Interrupting:
             os.kill(os.getpid(), self.by)
 
 
-@pytest.mark.parametrize(
-    ("by", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end (SIGTERM)")], ids=["int", "term"]
-)
-def test_an_interrupted_comparison_has_its_whole_repeats(by: int, why: str) -> None:
-    say = Interrupting(at=6, by=by)
-    found = compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, repeats=4, say=say)
-    assert not found.complete
-    assert found.repeats == 2
-    assert [trial.repeat for trial in found.trials] == [0, 0, 1, 1]
-    assert say.lines[-1] == f"{why}: 2 of 4 repeats are complete"
-    assert found.verdict.startswith("On the simulated cluster: not decided: 2 repeats cannot")
-
-
-def test_before_a_whole_repeat_an_interrupt_passes() -> None:
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupted_comparison_has_its_whole_repeats() -> None:
+    for by, why in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "asked to end (SIGTERM)")):
+        say = Interrupting(at=6, by=by)
+        found = compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, repeats=4, say=say)
+        assert (found.complete, found.repeats) == (False, 2)
+        assert [trial.repeat for trial in found.trials] == [0, 0, 1, 1]
+        assert say.lines[-1] == f"{why}: 2 of 4 repeats are complete"
+        assert found.verdict.startswith("On the simulated cluster: not decided: 2 repeats cannot")
+    with pytest.raises(KeyboardInterrupt):  # before a whole repeat
         compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, say=Interrupting(at=2))
-    with pytest.raises(mh.Preempted, match="before the first repeat was complete: there is nothing to report"):
+    with pytest.raises(mh.Preempted, match="before the first repeat was complete"):
         compare(tiny(), strategies=["allreduce"], engine=SIM, validations=1, say=Interrupting(at=2, by=signal.SIGTERM))
 
 
@@ -253,27 +206,25 @@ def test_where_solo_fails_there_is_nothing_to_compare_with() -> None:
             raise RuntimeError("no more of it")
         return model(batch[0]).square().mean()
 
-    with pytest.raises(
-        ManyhandsError, match="solo, with which all others are compared, failed in repeat 1: .*no more of it"
-    ):
-        compare(tiny(loss=loss, evaluate=None), strategies=["allreduce"], engine=SIM, validations=1, repeats=9)
+    task = tiny(loss=loss, evaluate=None)
+    with pytest.raises(ManyhandsError, match="solo, .* failed in repeat 1: .*no more of it"):
+        compare(task, strategies=["allreduce"], engine=SIM, validations=1, repeats=9)
 
 
-def test_a_task_that_cannot_train_at_all_ends_in_the_warm_up() -> None:
+def test_what_cannot_be_ends_in_the_warm_up_or_after_it() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         raise RuntimeError("never")
 
-    lines: list[str] = []
-    with pytest.raises(WorkerFailed, match="never"):
-        compare(tiny(loss=loss, evaluate=None), strategies=["allreduce"], engine=SIM, say=lines.append)
-    assert lines == ["warming up"]
-
-
-def test_a_target_that_is_not_measured_is_refused_after_the_warm_up() -> None:
-    lines: list[str] = []
-    with pytest.raises(mh.BadInput, match="no metric 'test_f1': the task measures test_loss, test_accuracy"):
-        compare(tiny(), strategies=["allreduce"], engine=SIM, target="test_f1=0.9", say=lines.append)
-    assert lines == ["warming up"]
+    never = tiny(loss=loss, evaluate=None)
+    missing = "no metric 'test_f1': the task measures test_loss, test_accuracy"
+    for task, target, error, words in (
+        (never, None, WorkerFailed, "never"),
+        (tiny(), "test_f1=0.9", mh.BadInput, missing),
+    ):
+        lines: list[str] = []
+        with pytest.raises(error, match=words):
+            compare(task, strategies=["allreduce"], engine=SIM, target=target, say=lines.append)
+        assert lines == ["warming up"]
 
 
 # -- other tasks -----------------------------------------------------------------------------------------------------
@@ -317,19 +268,15 @@ def test_the_default_leaves_out_what_this_engine_cannot() -> None:
     assert not any(found.failure(variant.name) for variant in found.variants)
 
 
-@pytest.mark.parametrize("strategy", ["solo", "allreduce", "local-sgd:period=3", "downpour", "hogwild", "easgd"])
-def test_the_parts_of_a_history_are_the_time_that_a_run_took(strategy: str) -> None:
+def test_the_parts_of_a_history_are_the_time_that_a_run_took() -> None:
     """In virtual time nothing else takes any; at the ends of epochs servers are entered and left, which no part has."""
     engine = Sim(compute="row=1e-3,jitter=lognormal:0.5", network="latency=1e-5,workers_per_host=all")
-    run = mh.train(
-        tiny(test_data=None, validation_data=None),
-        strategy=strategy,
-        engine=engine,
-        workers=1 if strategy == "solo" else 2,
-    )
-    assert sum(run.timing.values()) == pytest.approx(run.seconds, rel=0.02)
-    each = [sum(one.values()) for one in run.timing_of_workers]
-    assert sum(run.timing.values()) == pytest.approx(sum(each) / len(each))
+    task = tiny(test_data=None, validation_data=None)
+    for strategy in ("solo", "allreduce", "local-sgd:period=3", "downpour", "hogwild", "easgd"):
+        run = mh.train(task, strategy=strategy, engine=engine, workers=1 if strategy == "solo" else 2)
+        assert sum(run.timing.values()) == pytest.approx(run.seconds, rel=0.02), strategy
+        each = [sum(one.values()) for one in run.timing_of_workers]
+        assert sum(run.timing.values()) == pytest.approx(sum(each) / len(each)), strategy
 
 
 def test_what_trials_read_of_files_is_in_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +287,6 @@ def test_what_trials_read_of_files_is_in_the_tables(tmp_path: Path, monkeypatch:
     made = compare(tiny(train_data=rows, max_steps=6), strategies=["allreduce"], workers=(2,), repeats=1, engine=SIM)
     stored = (tmp_path / "a.parquet").stat().st_size
     for trial in made.trials:
-        assert trial.bytes_read is not None
         assert 0 < trial.bytes_read < 4 * stored
         assert trial.input["misses"] == 0  # there is no cache
     assert Comparison.from_json(made.to_json()) == made

@@ -28,15 +28,8 @@ def distance_over_time(made: Comparison) -> Any:
 
 
 ALL = (
-    metric_over_time,
-    metric_over_rows,
-    figures.speed_up,
-    distance_over_rows,
-    distance_over_time,
-    bars.time_split,
-    bars.staleness,
-    bars.bytes_sent,
-    bars.memory,
+    *(metric_over_time, metric_over_rows, figures.speed_up, distance_over_rows, distance_over_time),
+    *(bars.time_split, bars.staleness, bars.bytes_sent, bars.memory),
 )
 SOLO = Variant(strategy="solo", workers=1, threads=1, name="solo")
 OTHER = Variant(strategy="allreduce", workers=2, threads=1, name="allreduce on 2")
@@ -44,26 +37,22 @@ OTHER = Variant(strategy="allreduce", workers=2, threads=1, name="allreduce on 2
 
 def two(curves: dict[str, list[list[tuple[int, float, float, float | None]]]], **changes: Any) -> Comparison:
     """Solo and allreduce on 2, with curves of (rows, seconds, metric, distance), a list of them by repeat."""
+
+    def points(of: list[tuple[int, float, float, float | None]]) -> tuple[Point, ...]:
+        return tuple(Point(rows=r, seconds=s, metrics={"test_accuracy": m}, distance=d) for r, s, m, d in of)
+
     trials = tuple(
-        Trial(
-            variant=name,
-            repeat=repeat,
-            seed=repeat,
-            rows_per_s=100.0 * (1 if name == "solo" else 3),
-            curve=tuple(Point(rows=r, seconds=s, metrics={"test_accuracy": m}, distance=d) for r, s, m, d in points),
-        )
+        Trial(variant=name, repeat=i, seed=i, rows_per_s=100.0 * (1 if name == "solo" else 3), curve=points(one))
         for name, repeats in curves.items()
-        for repeat, points in enumerate(repeats)
+        for i, one in enumerate(repeats)
     )
-    made = comparison((), (), target=None)
-    return replace(made, **({"variants": (SOLO, OTHER), "trials": trials, "reference": "solo", "repeats": 2} | changes))
+    given = {"variants": (SOLO, OTHER), "trials": trials, "reference": "solo", "repeats": 2}
+    return replace(comparison((), (), target=None), **(given | changes))
 
 
 def drawn(draw: Any, made: Comparison) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(traces, layout), as plotly.js takes them."""
-    figure = draw(made)
-    assert figure is not None
-    found = figure.to_plotly_json()
+    found = draw(made).to_plotly_json()
     return found["data"], found["layout"]
 
 
@@ -114,7 +103,7 @@ def test_the_target_is_a_line_where_its_metric_is_drawn() -> None:
     assert "shapes" not in drawn(metric_over_time, two(CURVES, target=elsewhere))[1]
 
 
-def test_a_metric_to_be_low_is_drawn_on_a_logarithmic_axis_where_it_falls_far() -> None:
+def test_axes_are_logarithmic_where_a_metric_falls_far_or_a_line_would_be_too_short_to_see() -> None:
     falling = {"solo": [[(10, 1.0, 9.0, None), (20, 2.0, 0.01, None)]]}
     made = two(falling, higher=False, target=Target(metric="test_accuracy", value=0.1, higher=False))
     _, layout = drawn(metric_over_rows, made)
@@ -122,19 +111,11 @@ def test_a_metric_to_be_low_is_drawn_on_a_logarithmic_axis_where_it_falls_far() 
     assert layout["shapes"][0]["y0"] == 0.1  # shapes take values, annotations exponents
     assert layout["annotations"][0]["y"] == pytest.approx(-1)
     assert "type" not in drawn(metric_over_rows, replace(made, higher=True))[1]["yaxis"]
-
-
-def test_time_is_logarithmic_where_a_line_would_be_too_short_to_see() -> None:
     slow = dict(CURVES) | {"solo": [[(10, 50.0, 0.2, None), (20, 100.0, 0.6, None)]]}
-    axis = drawn(metric_over_time, two(slow))[1]["xaxis"]
-    assert axis["type"] == "log"
-    assert list(axis["ticktext"]) == ["0.1", "1", "10", "100"]
+    axis = drawn(metric_over_time, two(slow, simulated={"network": "latency=1ms"}))[1]["xaxis"]
+    assert (axis["type"], list(axis["ticktext"])) == ("log", ["0.1", "1", "10", "100"])
+    assert axis["title"]["text"].startswith("virtual seconds")
     assert "type" not in drawn(metric_over_time, two(CURVES))[1]["xaxis"]
-
-
-def test_virtual_seconds_are_called_so() -> None:
-    simulated = two(CURVES, simulated={"network": "latency=1ms"})
-    assert drawn(metric_over_time, simulated)[1]["xaxis"]["title"]["text"] == "virtual seconds of training"
 
 
 def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
@@ -142,24 +123,14 @@ def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
     assert list(lines(traces)) == ["allreduce on 2"]  # the reference is at no distance from itself
     ticks = dict(zip(layout["yaxis"]["ticktext"], layout["yaxis"]["tickvals"], strict=True))
     assert list(lines(traces)["allreduce on 2"]["y"]) == [ticks["0"], pytest.approx(0.2)]
-    assert ticks["0"] == pytest.approx(0.01)
-    assert ticks["0.1"] == pytest.approx(0.1)
-    band = traces[0]
-    assert min(band["y"]) >= 0
-
-
-def test_without_zeros_every_tick_is_a_power() -> None:
+    assert (ticks["0"], ticks["0.1"]) == pytest.approx((0.01, 0.1))
+    assert min(traces[0]["y"]) >= 0
     apart = {"allreduce on 2": [[(10, 1.0, 0.1, 1e-9), (20, 2.0, 0.1, 0.5)]]}
-    layout = drawn(distance_over_time, two(apart))[1]
-    assert "0" not in layout["yaxis"]["ticktext"]
-    assert len(layout["yaxis"]["ticktext"]) <= 7
-    exponents = [math.log10(value) for value in layout["yaxis"]["tickvals"]]
-    low, high = layout["yaxis"]["range"]
-    assert low < min(exponents)
-    assert max(exponents) < high
-
-
-def test_no_distance_anywhere_is_no_chart() -> None:
+    axis = drawn(distance_over_time, two(apart))[1]["yaxis"]
+    assert "0" not in axis["ticktext"]
+    assert len(axis["ticktext"]) <= 7
+    exponents = [math.log10(value) for value in axis["tickvals"]]
+    assert axis["range"][0] < min(exponents) < max(exponents) < axis["range"][1]
     equal = {"allreduce on 2": [[(10, 1.0, 0.1, 0.0), (20, 2.0, 0.1, 0.0)]]}
     assert distance_over_rows(two(equal)) is None
 
@@ -175,19 +146,15 @@ def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() ->
     assert 2 < layout["shapes"][0]["y0"] < 3
 
 
-def test_the_ideal_counts_threads_of_workers() -> None:
+def test_the_ideal_counts_threads_of_workers_and_is_of_those_with_most() -> None:
     traces, _ = drawn(figures.speed_up, comparison(("allreduce",), (2, 4), threads=2))
     assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [2.0, 4.0, 8.0])
-
-
-def test_of_the_same_workers_the_ideal_is_of_those_with_most_threads() -> None:
     made = comparison(("allreduce", "gossip"), (2, 4))
-    places = {"allreduce on 2": (2, 1), "allreduce on 4": (2, 3), "gossip on 2": (2, 2), "gossip on 4": (2, 2)}
-    variants = tuple(
-        replace(one, workers=places[one.name][0], threads=places[one.name][1]) if one.name in places else one
-        for one in made.variants
+    threads = {"allreduce on 2": 1, "allreduce on 4": 3, "gossip on 2": 2, "gossip on 4": 2}
+    variants = (
+        replace(one, workers=2, threads=threads[one.name]) if one.name in threads else one for one in made.variants
     )
-    traces, _ = drawn(figures.speed_up, replace(made, variants=variants))
+    traces, _ = drawn(figures.speed_up, replace(made, variants=tuple(variants)))
     assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([2], [6.0])
     assert traces[0]["mode"] == "markers+text"
 
@@ -205,50 +172,34 @@ def test_error_bars_reach_from_the_least_to_the_most_ratio() -> None:
     assert middle - own["error_y"]["arrayminus"][0] == pytest.approx(2)
 
 
-def test_many_workers_are_on_logarithmic_axes() -> None:
+def test_many_workers_are_on_logarithmic_axes_and_few_of_many_variants_are_drawn() -> None:
     _, layout = drawn(figures.speed_up, comparison(("allreduce",), (2, 64)))
     assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
     assert layout["annotations"][0]["y"] < 1  # the level of solo, as an exponent
+    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
+    assert len(lines(drawn(metric_over_time, made)[0])) == measures.MOST_DRAWN
 
 
 def test_without_solos_rate_there_is_no_speed_up() -> None:
     made = comparison()
     failed = tuple(replace(one, failure="broken") if one.variant == "solo, 1 thread" else one for one in made.trials)
     assert figures.speed_up(replace(made, trials=failed)) is None
-    alone = tuple(one for one in made.variants if one.solo)
-    assert figures.speed_up(replace(made, variants=alone)) is None
-
-
-def test_few_of_many_variants_are_drawn() -> None:
-    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
-    traces, _ = drawn(metric_over_time, made)
-    assert len(lines(traces)) == measures.MOST_DRAWN
+    assert figures.speed_up(replace(made, variants=tuple(one for one in made.variants if one.solo))) is None
 
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_every_chart_of_a_comparison_is_drawn_and_uses_known_colours_only(draw: Any) -> None:
+def test_every_chart_has_known_colours_and_names_as_text_only_and_nothing_measured_is_none(draw: Any) -> None:
+    """plotly takes `<a>` and entities in texts, and `%{…}` in templates."""
     traces, layout = drawn(draw, comparison())
     assert traces
     assert layout["height"] > 100
-    known = drawing.dark_colours()
-    for colour in colours((traces, layout)):
-        assert colour in known
-
-
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_names_are_only_text(draw: Any) -> None:
-    """plotly takes `<a>` and entities in texts, and `%{…}` in templates."""
+    used = {text for text in texts((traces, layout)) if text.startswith(("#", "rgb"))}
+    assert used <= set(drawing.dark_colours())
     found = texts(drawn(draw, hostile()))
-    assert not [
-        output for output in found if "<a" in output or "<img" in output or output in ("hovertemplate", "texttemplate")
-    ]
+    assert not [one for one in found if "<a" in one or "<img" in one or one in ("hovertemplate", "texttemplate")]
     assert any(drawing.text(HOSTILE)[:9] in output for output in found)  # it is there, but for its tags
-
-
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-@pytest.mark.parametrize("changes", [{"trials": ()}, {"variants": (), "trials": ()}], ids=["no trials", "nothing"])
-def test_nothing_measured_is_no_chart(draw: Any, changes: dict[str, Any]) -> None:
-    assert draw(replace(comparison(), **changes)) is None
+    for changes in ({"trials": ()}, {"variants": (), "trials": ()}):
+        assert draw(replace(comparison(), **changes)) is None
 
 
 def texts(value: Any) -> list[str]:
@@ -258,10 +209,6 @@ def texts(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [text for one in value for text in texts(one)]
     return [value] if isinstance(value, str) else []
-
-
-def colours(value: Any) -> list[str]:
-    return [output for output in texts(value) if output.startswith(("#", "rgb"))]
 
 
 def test_long_names_lose_their_middle_only() -> None:

@@ -43,26 +43,18 @@ def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
     data = classes(600, 450)
     final = evaluate_final(task(train_data=data), Fixed(), data, CPU)
     assert final.metrics["accuracy"] == pytest.approx(0.75)
-    assert final.predictions is not None
     assert final.predictions.of == CLASSES
     assert torch.equal(final.predictions.values, data[0].argmax(1))
-
-
-def test_so_many_rows_and_no_more() -> None:
-    model = Fixed().train()
-    data = classes(2000, 256)
+    model, data = Fixed().train(), classes(2000, 256)
     final = evaluate_final(task(train_data=data), model, data, CPU, rows=257)
-    assert model.rows == 512  # whole batches of 256
+    assert (model.rows, model.training) == (512, False)  # whole batches of 256, and no more
     assert final.metrics["accuracy"] == pytest.approx(0.5)
-    assert not model.training
 
 
 def test_a_shuffling_loader_gives_the_same_rows_each_time_and_leaves_the_random_state_alone() -> None:
     data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
     before = torch.get_rng_state()
     first, second = (evaluate_final(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
-    assert first.predictions is not None
-    assert second.predictions is not None
     assert torch.equal(first.predictions.values, second.predictions.values)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -75,11 +67,9 @@ def test_classes_are_found_on_whichever_axis_they_are() -> None:
 
     own = task(train_data=positions).with_fields(loss=loss, evaluate=None)
     final = evaluate_final(own, Fixed(), positions, CPU)
-    assert final.predictions is not None
     assert torch.equal(final.predictions.values, positions[0].argmax(2).reshape(-1))
     maps = torch.randn(4, 3, 2, 2), torch.randint(3, (4, 2, 2))  # a segmentation: [rows, classes, height, width]
     final = evaluate_final(task(train_data=maps), Fixed(), maps, CPU)
-    assert final.predictions is not None
     assert torch.equal(final.predictions.values, maps[0].argmax(1).reshape(-1))
 
 
@@ -98,21 +88,16 @@ def test_outputs_that_are_no_classes_are_kept_as_they_are() -> None:
     data = {"x": torch.randn(10, 2), "y": torch.randn(10, 2)}
     own = task(train_data=data).with_fields(model=Many, loss=squares, evaluate=None)
     final = evaluate_final(own, Many(), data, CPU)
-    assert final.predictions is not None
     assert final.predictions.of == OUTPUTS
     assert torch.equal(final.predictions.values, data["x"].reshape(-1))
     assert list(final.metrics) == ["loss"]
-
-
-def test_one_number_a_row_is_no_class() -> None:
-    data = torch.randn(10, 1), torch.arange(10)
-    own = task(train_data=data, criterion=nn.PoissonNLLLoss()).with_fields(
+    one_number = torch.randn(10, 1), torch.arange(10)  # is no class
+    own = task(train_data=one_number, criterion=nn.PoissonNLLLoss()).with_fields(
         loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(), evaluate=None
     )
-    final = evaluate_final(own, Fixed(), data, CPU)
-    assert final.predictions is not None
+    final = evaluate_final(own, Fixed(), one_number, CPU)
     assert final.predictions.of == OUTPUTS
-    assert torch.equal(final.predictions.values, data[0].reshape(-1))
+    assert torch.equal(final.predictions.values, one_number[0].reshape(-1))
 
 
 def test_a_model_whose_outputs_have_no_rows_predicts_nothing() -> None:
@@ -130,15 +115,13 @@ def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     model, data = Fixed(), (torch.randn(2000, 1), torch.zeros(2000, 1))
     own = task(train_data=data, criterion=nn.functional.mse_loss)
     final = evaluate_final(own, model, data, CPU)
-    assert final.predictions is not None
     assert torch.equal(final.predictions.values, data[0][:700, 0])
     assert model.rows == 2000
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("of", "own", "other", "expected"),
-    [
+def test_agreement() -> None:
+    for of, own, other, expected in (
         (CLASSES, [1, 2, 3, 4], [1, 2, 3, 0], 0.75),
         (OUTPUTS, [3.0, 4.0], [3.0, 4.0], 1.0),
         (OUTPUTS, [3.0, 4.0], [3.0, 3.0], 1 - 1 / 18**0.5),
@@ -146,12 +129,7 @@ def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -
         (OUTPUTS, [0.0, 0.0], [0.0, 0.0], 1.0),
         (OUTPUTS, [1.0, 0.0], [0.0, 0.0], 0.0),
         (CLASSES, [1], [1, 2], None),
-    ],
-)
-def test_agreement(of: str, own: list[float], other: list[float], expected: float | None) -> None:
-    found = FinalPredictions(of, torch.tensor(own)).agreement(FinalPredictions(of, torch.tensor(other)))
-    assert found == (None if expected is None else pytest.approx(expected))
-
-
-def test_classes_and_outputs_do_not_agree_on_anything() -> None:
+    ):
+        found = FinalPredictions(of, torch.tensor(own)).agreement(FinalPredictions(of, torch.tensor(other)))
+        assert found == (None if expected is None else pytest.approx(expected)), (of, own, other)
     assert FinalPredictions(CLASSES, torch.ones(2)).agreement(FinalPredictions(OUTPUTS, torch.ones(2))) is None

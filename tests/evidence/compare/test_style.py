@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from synthetic import SPECS, comparison
 
 from manyhands.evidence.compare import drawing
@@ -49,22 +48,17 @@ def luminance(colour: str) -> float:
     return float(XYZ[1] @ linear(colour))
 
 
-@pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("page", [0, 1])
-@pytest.mark.parametrize(
-    "colours", [(drawing.INK, *drawing.HUES), tuple(drawing.PART_HUES.values())], ids=["variants", "parts"]
-)
-def test_any_two_colours_are_told_apart(colours: tuple[tuple[str, str], ...], page: int, vision: str) -> None:
-    for one, other in itertools.combinations([pair[page] for pair in colours], 2):
-        seen = [lab(VISIONS[vision] @ linear(colour)) for colour in (one, other)]
-        assert np.linalg.norm(seen[0] - seen[1]) > APART, (one, other)
-
-
-@pytest.mark.parametrize("page", [0, 1])
-def test_every_colour_stands_out_from_the_page(page: int) -> None:
-    for pair in (drawing.INK, drawing.MUTED, *drawing.HUES, *drawing.PART_HUES.values()):
-        bright, dark = sorted((luminance(pair[page]), luminance(PAGES[page])), reverse=True)
-        assert (bright + 0.05) / (dark + 0.05) > CONTRAST, pair[page]
+def test_any_two_colours_are_told_apart_and_stand_out_from_the_page() -> None:
+    for colours, page, vision in itertools.product(
+        ((drawing.INK, *drawing.HUES), tuple(drawing.PART_HUES.values())), (0, 1), VISIONS
+    ):
+        for one, other in itertools.combinations([pair[page] for pair in colours], 2):
+            seen = [lab(VISIONS[vision] @ linear(colour)) for colour in (one, other)]
+            assert np.linalg.norm(seen[0] - seen[1]) > APART, (one, other, vision)
+    for page in (0, 1):
+        for pair in (drawing.INK, drawing.MUTED, *drawing.HUES, *drawing.PART_HUES.values()):
+            bright, dark = sorted((luminance(pair[page]), luminance(PAGES[page])), reverse=True)
+            assert (bright + 0.05) / (dark + 0.05) > CONTRAST, pair[page]
 
 
 def test_each_of_many_variants_has_a_look_of_its_own() -> None:

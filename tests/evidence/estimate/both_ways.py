@@ -57,40 +57,18 @@ class MeasuringObserver(Observer):
         return [(event.rank or 0, event.time_s, event.values["bytes"]) for event in in_order]
 
 
-def in_full(
-    given: mh.Task,
-    spec: str,
-    workers: int,
-    steps: int,
-    *,
-    servers: int = 1,
-    network: str = HOSTS,
-    compute: str = COMPUTE,
-) -> Measured:
+def in_full(given: mh.Task, spec: str, workers: int, steps: int, *, servers: int = 1, network: str = HOSTS) -> Measured:
     observer, strategy = MeasuringObserver(), strategy_of(spec)
     bare = given.with_fields(validation_data=None, test_data=None, epochs=NEVER, max_steps=steps)
     plan = WorkerPlan(task=bare, strategy=strategy, validate_every=NEVER, checkpoint_every=NEVER)
-    launch = LaunchSpec(
-        workers=workers,
-        server=strategy.server(),
-        servers=servers,
-        observer=observer,
-        device="cpu",
-        timeout_s=PATIENCE_S,
-    )
-    Sim(network=network, compute=compute).launch(partial(work, plan), launch)
+    limits = {"observer": observer, "device": "cpu", "timeout_s": PATIENCE_S}
+    launch = LaunchSpec(workers=workers, server=strategy.server(), servers=servers, **limits)
+    Sim(network=network, compute=COMPUTE).launch(partial(work, plan), launch)
     return observer.result()
 
 
 def by_stand_in(
-    given: mh.Task,
-    spec: str,
-    workers: int,
-    steps: int,
-    *,
-    servers: int = 1,
-    network: str = HOSTS,
-    compute: str = COMPUTE,
+    given: mh.Task, spec: str, workers: int, steps: int, *, servers: int = 1, network: str = HOSTS
 ) -> Measured:
     observer, strategy, shape = MeasuringObserver(), strategy_of(spec), shape_of(given)
     reading = reading_plan(given, open_source(given.train_data), workers)
@@ -98,5 +76,5 @@ def by_stand_in(
     small = stand_in(given, shape, reading, lengths.stand_in_length).with_fields(max_steps=steps)
     assert lengths.stand_in_length * 10 < shape.padded
     plan = WorkerPlan(task=small, strategy=steady_state(strategy), validate_every=NEVER, checkpoint_every=NEVER)
-    simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(compute), lengths, observer)
+    simulate(plan, workers, servers, SimNetworkSpec.parse(network), Compute.parse(COMPUTE), lengths, observer)
     return observer.result()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-
-import pytest
 
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.network import SimNetworkSpec
@@ -62,13 +61,11 @@ def lines(found: Estimates) -> list[str]:
 
 def test_the_head_and_every_number_of_a_row() -> None:
     printed = lines(FOUND)
-    assert printed[0] == "chars: 838,528 parameters, 11,227 rows an epoch; one worker of the profile makes 5,333 rows/s"
+    assert re.match("chars: 838,528 parameters, 11,227 rows an epoch; .* 5,333 rows/s", printed[0])
     assert printed[1] == f"network {SimNetworkSpec.parse('lan')}".replace(",", ", ")
-    assert printed[2] == "compute row=0.0001"
-    assert printed[4] == "8 workers, 2,048 rows a step"
+    assert (printed[2], printed[4]) == ("compute row=0.0001", "8 workers, 2,048 rows a step")
     row = next(line for line in printed if line.startswith("allreduce"))
-    assert row.split("  ")[0] == "allreduce"
-    expected = (
+    cells = (
         "60 ms",
         "34,133",
         "6.4",
@@ -81,71 +78,58 @@ def test_the_head_and_every_number_of_a_row() -> None:
         "5 %",
         "-",
     )
-    at = 0
-    for word in expected:
-        at = row.index(word, at) + len(word)
+    assert re.match("allreduce  .*" + ".*".join(map(re.escape, cells)), row)
 
 
 def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> None:
     printed = lines(FOUND)
     assert any(line.startswith("downpour* ") and line.endswith(" 7") for line in printed)
     rule = " ".join(printed[next(i for i, line in enumerate(printed) if line.startswith("low to high")) :])
-    assert "on 2 workers" in rule
-    assert "allreduce +3.4%, local-sgd -7.0%" in rule
-    assert "at least 5%" in rule
-    assert "* was not tried there: extrapolated from the largest error, and" in rule
+    assert re.search(
+        r"on 2 workers.*allreduce \+3.4%, local-sgd -7.0%.*at least 5%.*\* was not tried .*extrapolated", rule
+    )
     assert "  downpour: its warmup is left out" in printed
     assert printed[-1] == "Something holds of all."
     assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_it_fits_a_terminal(width: int) -> None:
-    """The tables are cut into several, whose rows all begin with the strategy; no number is lost."""
-    printed = text(FOUND, width)
-    assert max(map(len, printed.splitlines())) <= width
-    assert set(text(FOUND).split()) - {"*"} <= set(printed.split()) | {"low", "to"}
-
-
-def test_without_errors_there_is_no_rule_and_no_interval() -> None:
     bare = replace(ROW, bars=None, training=Span(seconds=90.0, low=None, high=None))
-    printed = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
-    assert "1.5 min" in printed
-    assert "low to high" not in printed
-    assert " to " not in printed.split("rows/s, speed-up")[0]
+    shown = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
+    assert "1.5 min" in shown
+    assert "low to high" not in shown
+    assert " to " not in shown.split("rows/s, speed-up")[0]
+
+
+def test_it_fits_a_terminal() -> None:
+    """The tables are cut into several, whose rows all begin with the strategy; no number is lost."""
+    for width in (60, 80, 120):
+        printed = text(FOUND, width)
+        assert max(map(len, printed.splitlines())) <= width
+        assert set(text(FOUND).split()) - {"*"} <= set(printed.split()) | {"low", "to"}
 
 
 def test_each_number_of_workers_has_a_table_and_common_notes_are_printed_once() -> None:
     refused = [Estimate(strategy=name, workers=64, refused="some without a row") for name in ("allreduce", "downpour")]
     printed = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
-    assert [line for line in printed if "worker" in line and line[0].isdigit()] == [
-        "8 workers, 2,048 rows a step",
-        "64 workers",
-    ]
+    heads = [line for line in printed if "worker" in line and line[0].isdigit()]
+    assert heads == ["8 workers, 2,048 rows a step", "64 workers"]
     assert printed.count("  all: some without a row") == 1
     assert "  allreduce: some without a row" in lines(replace(FOUND, estimates=(ROW, SERVED, refused[0])))
 
 
-def test_what_is_not_known_is_a_dash() -> None:
+def test_what_is_not_known_is_a_dash_and_times_are_in_the_unit_that_fits() -> None:
     stream = replace(ROW, steps=None, training=None, bytes_in_training=None)
     printed = lines(replace(FOUND, rows=None, estimates=(stream,)))
     assert "a stream" in printed[0]
-    row = next(line for line in printed if line.startswith("allreduce"))
-    assert row.split().count("-") == 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (3e-10, "0.3 ns"),
-        (2.5e-6, "2.5 µs"),
-        (1.5e-3, "1.5 ms"),
-        (59.0, "59 s"),
-        (200.0, "3.33 min"),
-        (7200.0, "2 h"),
+    assert next(line for line in printed if line.startswith("allreduce")).split().count("-") == 3
+    for seconds, shown in (
+        *(
+            (3e-10, "0.3 ns"),
+            (2.5e-6, "2.5 µs"),
+            (1.5e-3, "1.5 ms"),
+            (59.0, "59 s"),
+            (200.0, "3.33 min"),
+            (7200.0, "2 h"),
+        ),
         (1e6, "11.6 d"),
-    ],
-)
-def test_times_are_in_the_unit_that_fits(seconds: float, shown: str) -> None:
-    printed = text(replace(FOUND, estimates=(replace(ROW, step=Span(seconds=seconds, low=None, high=None)),)))
-    assert f" {shown} " in printed
+    ):
+        one = replace(ROW, step=Span(seconds=seconds, low=None, high=None))
+        assert f" {shown} " in text(replace(FOUND, estimates=(one,))), seconds

@@ -19,30 +19,15 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
 from manyhands.evidence.estimate import executor_memory as module
-from manyhands.evidence.estimate.executor_memory import (
-    ExecutorMemory,
-    MeasuredWorker,
-    executor_memory,
-    parts_of,
-)
+from manyhands.evidence.estimate.executor_memory import ExecutorMemory, MeasuredWorker, executor_memory, parts_of
 from manyhands.evidence.estimate.table import memory_text
 from manyhands.replica.flat_vector import FlatVector, nbytes, tensors_in
 from manyhands.strategies.base import State
 
 MB = 1 << 20
-MEASURED = MeasuredWorker(
-    base=200 * MB,
-    data=1 * MB,
-    parameters=4 * MB,
-    gradients=4 * MB,
-    optimizer=8 * MB,
-    strategy=4 * MB,
-    peers=6 * MB,
-    peak=237 * MB,
-    fork_server=150 * MB,
-    shards=220 * MB,
-    center=4 * MB,
-)
+SIZES = {"base": 200, "data": 1, "parameters": 4, "gradients": 4, "optimizer": 8, "strategy": 4, "peers": 6}
+SIZES |= {"peak": 237, "fork_server": 150, "shards": 220, "center": 4}
+MEASURED = MeasuredWorker(**{name: size * MB for name, size in SIZES.items()})
 
 
 def parts(**asked: Any) -> dict[str, int]:
@@ -72,23 +57,14 @@ def test_each_part_is_there_once() -> None:
     }
 
 
-@pytest.mark.parametrize(("here", "megabytes"), [(1, 0), (2, 12), (4, 36), (6, 60)])
-def test_of_the_others_memory_a_worker_maps_its_own_share(here: int, megabytes: int) -> None:
+def test_what_grows_with_the_number_of_workers() -> None:
     """One of two maps half of each of the other's vectors (6 MB of 12): (here - 1) / here of 12 MB, for each of `here`."""
-    assert parts(here=here)["worker: others' shared memory"] == megabytes
-
-
-def test_shards_receive_from_each_worker_apart() -> None:
+    for here, megabytes in ((1, 0), (2, 12), (4, 36), (6, 60)):
+        assert parts(here=here)["worker: others' shared memory"] == megabytes
     assert "server shards" not in parts()
     assert parts(servers=1, workers=2)["server shards"] == 220
-    assert parts(servers=1, workers=8)["server shards"] == 220 + 6 * 4
-
-
-def test_payloads_of_the_others() -> None:
+    assert parts(servers=1, workers=8)["server shards"] == 220 + 6 * 4  # it receives from each worker apart
     assert parts(payload=2 * MB)["worker: others' payloads"] == 4 * (8 - 2) * 2
-
-
-def test_the_heap_takes_a_tenth_beyond_itself() -> None:
     assert parts(heap_mb=8192)["JVM beyond its heap"] == 819
 
 
@@ -113,13 +89,9 @@ def test_settings_and_text() -> None:
     assert all(f"--conf {name}={value}" in shown for name, value in found.settings.items())
     assert all(part.name in shown for part in found.parts)
     assert json.loads(found.to_json())["settings"] == found.settings
-
-
-def test_a_worker_with_the_rest_is_its_peak() -> None:
-    """On as many workers as were measured nothing is scaled."""
     assert MEASURED.rest == (237 - 200 - 27) * MB
-    found = parts_of(MEASURED, workers=2, here=2, servers=0, spark_task=0, rows=0)
-    assert memory(parts=tuple(found)).worker_bytes == MEASURED.peak
+    alike = parts_of(MEASURED, workers=2, here=2, servers=0, spark_task=0, rows=0)  # on as many as were measured
+    assert memory(parts=tuple(alike)).worker_bytes == MEASURED.peak
     assert replace(MEASURED, peak=0).rest == 0
 
 
@@ -155,16 +127,14 @@ class Table:
         return pandas.DataFrame({"x": [[1.0, 2.0]] * self.rows, "y": list(range(self.rows))})
 
 
-def test_a_sample_of_a_dataframe() -> None:
+def test_a_sample_of_a_dataframe_and_of_files_of_which_one_is_too_short(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
     columns = SpoolColumn("features", ("x",), "float32"), SpoolColumn("label", ("y",), "int64")
     frame = DistributedFrame(key="k", columns=columns, table=Table(10))
     x, y = module.sample(frame, 3)
     assert (x.shape, x.dtype, y.tolist(), y.dtype) == ((3, 2), torch.float32, [0, 1, 2], torch.int64)
     with pytest.raises(BadInput, match="no rows"):
         module.sample(replace(frame, table=Table(0)), 3)
-
-
-def test_a_sample_of_files_goes_on_where_one_is_too_short(tmp_path: Path) -> None:
     for name, numbers in {"a": [], "b": [1, 2], "c": [3, 4, 5]}.items():
         pq.write_table(pa.table({"x": pa.array(numbers, pa.float32())}), tmp_path / f"{name}.parquet")
     files = tuple(str(tmp_path / f"{name}.parquet") for name in "abc")
@@ -183,38 +153,22 @@ def task(**fields: Any) -> mh.Task:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1.5])
-def test_what_cannot_be_is_refused_before_anything_starts(workers: Any, nothing_starts: None) -> None:
-    with pytest.raises(BadInput, match="workers must be a whole number"):
-        executor_memory(task(), workers=workers)
-    with pytest.raises(BadInput, match="give engine='spark'"):
-        executor_memory(task(), workers=2, engine="hosts")
-    with pytest.raises(BadInput, match="heap_mb must be a whole number"):
-        executor_memory(task(), workers=2, heap_mb=workers)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("hogwild", "must be on one machine"),
-        ("solo", "workers=8"),
-        ("allreduce:compress=threshold:0.001", "their memory cannot be estimated"),
-    ],
-)
-def test_what_engine_spark_refuses_is_refused_before_anything_starts(
-    strategy: str, message: str, nothing_starts: None
+def test_what_cannot_be_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, nothing_starts: None
 ) -> None:
-    with pytest.raises((BadInput, mh.Unsupported), match=message):
-        executor_memory(task(), workers=8, strategy=strategy)
-
-
-def test_fewer_rows_than_workers_are_refused(nothing_starts: None) -> None:
     frame = DistributedFrame(key="k", columns=(), table=Table(100))
-    with pytest.raises(BadInput, match="some of the 100 workers without a row"):
-        executor_memory(task(train_data=frame), workers=100)
-
-
-def test_without_pyspark(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:
+    for given, options, message in (
+        (task(), {"workers": 0}, "workers must be a whole number"),
+        (task(), {"workers": 1.5}, "workers must be a whole number"),
+        (task(), {"engine": "hosts"}, "give engine='spark'"),
+        (task(), {"heap_mb": 0}, "heap_mb must be a whole number"),
+        (task(), {"strategy": "hogwild"}, "must be on one machine"),
+        (task(), {"strategy": "solo"}, "workers=8"),
+        (task(), {"strategy": "allreduce:compress=threshold:0.001"}, "their memory cannot be estimated"),
+        (task(train_data=frame), {"workers": 100}, "some of the 100 workers without a row"),
+    ):
+        with pytest.raises((BadInput, mh.Unsupported), match=message):
+            executor_memory(given, **({"workers": 8} | options))
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install 'manyhands\[spark\]'"):
         executor_memory(task(), workers=2)

@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.evidence.estimate.executor_memory import MeasuredWorker, measure
+from manyhands.evidence.estimate.executor_memory import measure
 from manyhands.strategies import strategy_of
 
 VECTOR = 4 * 3000 * 1000  # bytes
 
 
-@pytest.fixture
-def measured(request: pytest.FixtureRequest) -> MeasuredWorker:
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "vectors", "shards"), [("easgd:via=group", 2, 0), ("dynsgd", 1, 1)])
+def test_vectors_are_counted(spec: str, vectors: int, shards: int) -> None:
+    """Adam keeps two vectors and a step. All are resident, and not much else is."""
     task = mh.Task(
         model=lambda: nn.Linear(3000, 1000, bias=False),
         loss=lambda model, batch: model(batch).square().mean(),
@@ -22,17 +24,7 @@ def measured(request: pytest.FixtureRequest) -> MeasuredWorker:
         train_data=torch.ones(64, 3000),
         batch_size=16,
     )
-    return measure(task, strategy_of(request.param), workers=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("measured", "vectors", "shards"),
-    [("allreduce", 0, 0), ("local-sgd:period=2", 0, 0), ("easgd:via=group", 2, 0), ("dynsgd", 1, 1)],
-    indirect=["measured"],
-)
-def test_vectors_are_counted(measured: MeasuredWorker, vectors: int, shards: int) -> None:
-    """Adam keeps two vectors and a step. All are resident, and not much else is."""
+    measured = measure(task, strategy_of(spec), workers=4)
     assert (measured.parameters, measured.gradients, measured.center) == (VECTOR, VECTOR, VECTOR)
     assert measured.optimizer == 2 * VECTOR + 4
     assert measured.strategy == vectors * VECTOR

@@ -27,7 +27,6 @@ def lengths(shape: Shape, spec: str, **more: int) -> Lengths:
 def encoded(shape: Shape, text: str, low: int, high: int) -> int:
     """Bytes of a real payload."""
     codec = codec_of(text)
-    assert codec is not None
     matrices = []
     for start, rows, columns in shape.matrices if isinstance(codec, PowerSGD) else ():
         first, last = max(0, -(-(low - start) // columns)), min(rows, (high - start) // columns)
@@ -37,25 +36,15 @@ def encoded(shape: Shape, text: str, low: int, high: int) -> int:
     return len(codec.encode(torch.randn(high - low), Hints(torch.Generator(), matrices)))
 
 
-@pytest.mark.parametrize(
-    "text", ["topk:0.01", "onebit", "bf16", "int8", "qsgd:4", "powersgd:1", "powersgd:3", "powersgd:50"]
-)
-@pytest.mark.parametrize("part", [(0, 1), (0, 3), (1, 3), (2, 3)])
-def test_a_payload_is_as_long_as_what_the_codec_makes(shape: Shape, text: str, part: tuple[int, int]) -> None:
-    number, of = part
-    low, high = number * shape.padded // of, (number + 1) * shape.padded // of
-    codec = codec_of(text)
-    assert codec is not None
-    assert payload_bytes(codec, shape, low, high) == encoded(shape, text, low, high)
-
-
-def test_what_depends_on_values_is_refused(shape: Shape) -> None:
+def test_a_payload_is_as_long_as_what_the_codec_makes(shape: Shape) -> None:
+    for text in ("topk:0.01", "onebit", "bf16", "int8", "qsgd:4", "powersgd:1", "powersgd:3", "powersgd:50"):
+        for number, of in ((0, 1), (0, 3), (1, 3), (2, 3)):
+            low, high = number * shape.padded // of, (number + 1) * shape.padded // of
+            assert payload_bytes(codec_of(text), shape, low, high) == encoded(shape, text, low, high), (text, number)
+    threshold = "allreduce:compress=threshold:0.1"
     with pytest.raises(Unsupported, match=r"compress=threshold .* only training shows them: .* topk:0.01"):
-        lengths(shape, "allreduce:compress=threshold:0.1")
-
-
-def test_one_worker_compresses_nothing(shape: Shape) -> None:
-    alone = Lengths(shape, strategy_of("allreduce:compress=threshold:0.1"), workers=1)
+        lengths(shape, threshold)
+    alone = Lengths(shape, strategy_of(threshold), workers=1)  # one worker compresses nothing
     assert alone.mean(alone.stand_in_length, shape.item) == [Piece("mean", shape.padded, 4)]
 
 
@@ -93,10 +82,7 @@ def test_messages_of_shards(shape: Shape) -> None:
     assert found.message(0, -2, 0) == 0
     assert found.counted_bytes("push", found.stand_in_length * 2) == shape.padded // 2 * 8
     assert found.counted_bytes("pull", found.stand_in_length * 4) == shape.padded * 4
-
-
-def test_a_rule_that_takes_whole_pushes_has_one_shard(shape: Shape) -> None:
-    assert lengths(shape, "quorum", servers=4).stand_in_length == 32
+    assert lengths(shape, "quorum", servers=4).stand_in_length == 32  # its rule takes whole pushes: one shard
 
 
 def test_seconds_a_byte_and_a_number_grow_as_the_vector_shrinks(shape: Shape) -> None:

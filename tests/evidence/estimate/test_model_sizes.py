@@ -59,11 +59,11 @@ def test_what_the_optimizer_keeps() -> None:
     assert state(torch.optim.AdamW) == {"step": (), "exp_avg": (4, 6), "exp_avg_sq": (4, 6)}
 
 
-def test_slices_of_a_large_model_are_of_some_mebibytes() -> None:
-    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1200))
-    found = shape_of(task(lambda: model))
-    assert sum(found.slices) == found.padded
-    assert len(found.slices) == 2
+def test_a_large_model_has_slices_of_some_mebibytes_and_one_without_parameters_is_refused() -> None:
+    found = shape_of(task(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1200))))
+    assert (sum(found.slices), len(found.slices)) == (found.padded, 2)
+    with pytest.raises(mh.BadInput, match="no trainable parameters"):
+        shape_of(task(lambda: nn.ReLU()))
 
 
 def test_the_module_that_is_given_and_the_random_state_stay_as_they_are() -> None:
@@ -74,11 +74,6 @@ def test_the_module_that_is_given_and_the_random_state_stay_as_they_are() -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_model_that_cannot_be_trained_is_refused() -> None:
-    with pytest.raises(mh.BadInput, match="no trainable parameters"):
-        shape_of(task(lambda: nn.ReLU()))
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -93,26 +88,20 @@ def test_epochs_and_steps() -> None:
     assert reading.steps(given.with_fields(max_steps=5)) == 5
 
 
-def test_rows_a_worker() -> None:
-    given = task(batch_size=None, batch_size_per_worker=5)
-    assert reading_plan(given, open_source(given.train_data), 4) == ReadingPlan(batch_size=20, rows=50, ticks=3)
-
-
-def test_an_order_of_fewer_rows_makes_shorter_epochs() -> None:
-    given = task(order=lambda epoch: range(20))
-    assert reading_plan(given, open_source(given.train_data), 4) == ReadingPlan(batch_size=8, rows=20, ticks=3)
-
-
-def test_a_loaders_own_batches() -> None:
+def test_rows_a_worker_orders_and_loaders() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(50, 6)), batch_size=10, drop_last=True)
-    given = task(train_data=loader, batch_size=None)
-    assert reading_plan(given, open_source(loader), 4) == ReadingPlan(batch_size=10, rows=50, ticks=5)
-
-
-def test_batches_that_differ_count_as_equally_large() -> None:
-    loader = DataLoader(TensorDataset(torch.zeros(9, 6)), batch_sampler=[[0, 1, 2, 3], [4], [5], [6, 7, 8]])
-    given = task(train_data=loader, batch_size=None)
-    assert reading_plan(given, open_source(loader), 2) == ReadingPlan(batch_size=3, rows=9, ticks=3)
+    uneven = DataLoader(TensorDataset(torch.zeros(9, 6)), batch_sampler=[[0, 1, 2, 3], [4], [5], [6, 7, 8]])
+    for given, workers, plan in (
+        (task(batch_size=None, batch_size_per_worker=5), 4, ReadingPlan(batch_size=20, rows=50, ticks=3)),
+        (task(order=lambda epoch: range(20)), 4, ReadingPlan(batch_size=8, rows=20, ticks=3)),
+        (task(train_data=loader, batch_size=None), 4, ReadingPlan(batch_size=10, rows=50, ticks=5)),
+        (
+            task(train_data=uneven, batch_size=None),
+            2,
+            ReadingPlan(batch_size=3, rows=9, ticks=3),
+        ),  # as if equally large
+    ):
+        assert reading_plan(given, open_source(given.train_data), workers) == plan
 
 
 def test_nobody_knows_where_a_stream_ends() -> None:

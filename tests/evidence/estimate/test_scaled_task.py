@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from both_ways import HOSTS, Measured, by_stand_in, in_full, task
 
+import manyhands as mh
 from manyhands.comm.codecs import CODECS
 from manyhands.strategies import CATALOGUE
 from manyhands.tasks.digits_task import digits
@@ -16,43 +18,22 @@ from slow_cases import slow_after
 UNKNOWN = {"solo", "hogwild", "update-sharing", "rotate"}
 """One worker; shared memory; messages as long as their values make them; kernels alone."""
 EXACT = 1e-9  # of times: sums of the same numbers in another order
-ALL = (
+FAST = (
     "allreduce",
-    "allreduce:overlap=true",
-    "local-sgd:period=4,optimizer_state=kept",
-    "local-sgd:period=4,optimizer_state=reset",
-    "diloco:period=5",
     "diloco:period=5,compress=topk:0.01",
-    "diloco:period=4,via=server",
-    "diloco:period=4,via=server,bound=0",
-    "gossip",
-    "gossip:graph=ring,period=2",
-    "gossip:weights=push-sum",
     "gossip:graph=pairs",
-    "ensemble",
-    "downpour",
-    "downpour:push_every=2,pull_every=3,rule=adagrad,bound=2",
-    "downpour:compress=topk:0.01",
     "downpour:compress=bf16",
-    "agn",
-    "dynsgd",
-    "distance",
-    "easgd",
     "easgd:via=group",
-    "eamsgd",
-    "quorum",
-    "quorum:compress=int8",
-    "allreduce:compress=bf16",
-    "allreduce:compress=topk:0.01",
-    "allreduce:compress=onebit",
-    "allreduce:compress=qsgd:4",
-    "allreduce:compress=int8",
-    "allreduce:compress=powersgd:2",
 )
-ALL = (
-    *ALL,
-    *(name for name in CATALOGUE if name not in {spec.partition(":")[0] for spec in ALL} | UNKNOWN),
+SLOW = (
+    *("allreduce:overlap=true", "local-sgd:period=4,optimizer_state=kept", "local-sgd:period=4,optimizer_state=reset"),
+    *("diloco:period=4,via=server,bound=0", "gossip", "gossip:graph=ring,period=2", "gossip:weights=push-sum"),
+    *("ensemble", "downpour:push_every=2,pull_every=3,rule=adagrad,bound=2", "downpour:compress=topk:0.01", "agn"),
+    *("dynsgd", "distance", "easgd", "eamsgd", "quorum:compress=int8", "allreduce:compress=bf16"),
+    *(f"allreduce:compress={codec}" for codec in ("onebit", "qsgd:4", "int8", "powersgd:2")),
 )
+ALL = (*FAST, *SLOW)
+ALL = (*ALL, *(name for name in CATALOGUE if name not in {spec.partition(":")[0] for spec in ALL} | UNKNOWN))
 
 
 def test_every_strategy_and_every_codec_of_fixed_length_is_here() -> None:
@@ -65,97 +46,69 @@ def assert_same(stands: Measured, full: Measured) -> None:
     assert [when for _, when, _ in stands] == pytest.approx([when for _, when, _ in full], rel=EXACT)
 
 
-@pytest.mark.parametrize("spec", slow_after(12, ALL))
+def both_ways(given: mh.Task, spec: str, workers: int, steps: int, **more: Any) -> None:
+    assert_same(by_stand_in(given, spec, workers, steps, **more), in_full(given, spec, workers, steps, **more))
+
+
+@pytest.mark.parametrize("spec", slow_after(len(FAST), ALL))
 def test_every_workers_every_step_takes_as_long_and_sends_as_much(spec: str) -> None:
-    """13 steps: more than an epoch, which is 10 of them."""
-    given = task()
-    assert_same(by_stand_in(given, spec, 4, 13, servers=2), in_full(given, spec, 4, 13, servers=2))
+    """11 steps: more than an epoch, which is 10 of them."""
+    both_ways(task(), spec, 4, 11, servers=2)
 
 
 @pytest.mark.parametrize(
-    "spec", ["allreduce", "diloco:period=4", "downpour", "easgd", "gossip", "allreduce:compress=topk:0.01"]
+    ("spec", "workers", "network"),
+    [
+        ("allreduce", 2, "latency=1ms,bandwidth=1Gbit"),
+        ("allreduce", 5, "latency=1ms,bandwidth=1Gbit,duplex=shared"),
+        ("allreduce", 3, HOSTS),
+        ("allreduce:overlap=true", 3, HOSTS),
+    ],
 )
-def test_of_digits_too(spec: str) -> None:
-    given = digits()
-    assert_same(by_stand_in(given, spec, 4, 10, servers=2), in_full(given, spec, 4, 10, servers=2))
+def test_messages_long_enough_to_travel_another_way(spec: str, workers: int, network: str) -> None:
+    """Above 1 MiB sockets send round a ring; the stand-in's 128 bytes would be swapped. Of slices that overlap there are 3."""
+    both_ways(task(width=14000 if "overlap" in spec else 4000), spec, workers, 3, network=network)
 
 
-@pytest.mark.parametrize("network", ["latency=1ms,bandwidth=1Gbit", "latency=1ms,bandwidth=1Gbit,duplex=shared", HOSTS])
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_messages_long_enough_to_travel_another_way(network: str, workers: int) -> None:
-    """Above 1 MiB sockets send round a ring; the stand-in's 128 bytes would be swapped directly."""
-    given = task(width=4000)
-    full = in_full(given, "allreduce", workers, 4, network=network)
-    assert_same(by_stand_in(given, "allreduce", workers, 4, network=network), full)
+def test_every_kind_of_collective_and_workers_that_share_their_parameters() -> None:
+    for collective, spec in (("ring", "allreduce"), ("tree", "allreduce:compress=topk:0.1"), ("cheapest", "allreduce")):
+        both_ways(task(), spec, 5, 4, network=f"lan,collective={collective}")
+    shared = "workers_per_host=all,local_latency=1us,local_bandwidth=10Gbit"
+    both_ways(task(), "hogwild", 3, 11, network=shared)
 
 
-def test_workers_that_share_their_parameters() -> None:
-    given, network = task(), "workers_per_host=all,local_latency=1us,local_bandwidth=10Gbit"
-    assert_same(
-        by_stand_in(given, "hogwild", 3, 13, network=network), in_full(given, "hogwild", 3, 13, network=network)
-    )
-
-
-@pytest.mark.parametrize("collective", ["ring", "tree", "cheapest"])
-@pytest.mark.parametrize("spec", ["allreduce", "allreduce:compress=topk:0.1"])
-def test_every_kind_of_collective(collective: str, spec: str) -> None:
-    given, network = task(), f"lan,collective={collective}"
-    assert_same(by_stand_in(given, spec, 5, 4, network=network), in_full(given, spec, 5, 4, network=network))
-
-
-def test_slices_that_overlap_are_one_after_the_other() -> None:
-    """The model has three of them."""
-    given = task(width=14000)
-    full = in_full(given, "allreduce:overlap=true", 3, 3)
-    assert_same(by_stand_in(given, "allreduce:overlap=true", 3, 3), full)
-
-
-def test_models_of_other_numbers() -> None:
+def test_other_models_and_optimizers() -> None:
     def model() -> torch.nn.Module:
         return torch.nn.Linear(64, 70).double()
 
     given = task().with_fields(model=model, loss=lambda model, batch: model(batch[0].double()).square().mean())
     for spec in ("allreduce", "local-sgd:period=2,optimizer_state=kept", "downpour:compress=topk:0.01"):
-        assert_same(by_stand_in(given, spec, 3, 5), in_full(given, spec, 3, 5))
+        both_ways(given, spec, 3, 5)
+    both_ways(digits(), "downpour", 4, 10, servers=2)
+    both_ways(task(optimizer=torch.optim.SGD), "local-sgd:period=4", 4, 11)  # no state to average
+    both_ways(task(), "downpour:compress=powersgd:2", 4, 11)
 
 
 def test_averaging_the_optimizers_state_differs_by_words_once() -> None:
     """At the first average all say which parameters have state: a list, of one parameter or of all. Then nothing differs."""
-    given = task()
-    full, stands = (way(given, "local-sgd:period=4", 4, 13) for way in (in_full, by_stand_in))
+    full, stands = (way(task(), "local-sgd:period=4", 4, 13) for way in (in_full, by_stand_in))
     assert [sent for _, _, sent in stands] == [sent for _, _, sent in full]
     assert [when for _, when, _ in stands] == pytest.approx([when for _, when, _ in full], rel=1e-4)
-    steps = {rank: ([t for r, t, _ in stands if r == rank], [t for r, t, _ in full if r == rank]) for rank in range(4)}
-    for ours, theirs in steps.values():
+    for rank in range(4):
+        ours, theirs = ([when for r, when, _ in one if r == rank] for one in (stands, full))
         assert ours[9] - ours[5] == pytest.approx(theirs[9] - theirs[5], rel=EXACT)
 
 
-def test_sgd_has_no_state_to_average() -> None:
-    given = task(optimizer=torch.optim.SGD)
-    assert_same(by_stand_in(given, "local-sgd:period=4", 4, 13), in_full(given, "local-sgd:period=4", 4, 13))
-
-
-def test_fragments_are_taken_for_equally_long() -> None:
+def test_fragments_and_shards_that_differ_are_taken_for_alike() -> None:
     """Over whole periods they send the same, and take as long where none waits for another."""
-    given = task()
-    full, stands = (way(given, "diloco:streaming=4,period=8", 4, 20) for way in (in_full, by_stand_in))
-    assert sum(sent for *_, sent in stands) == pytest.approx(sum(sent for *_, sent in full), rel=0.02)
-    assert max(when for _, when, _ in stands) == pytest.approx(max(when for _, when, _ in full), rel=0.01)
-
-
-def test_powersgd_over_a_server() -> None:
-    given = task()
-    assert_same(
-        by_stand_in(given, "downpour:compress=powersgd:2", 4, 13), in_full(given, "downpour:compress=powersgd:2", 4, 13)
-    )
-
-
-@pytest.mark.parametrize(("spec", "servers"), [("downpour", 3), ("downpour:compress=powersgd:2", 2)])
-def test_shards_that_differ_are_taken_for_alike_where_they_merge_and_decode(spec: str, servers: int) -> None:
-    given = task()
-    full, stands = (way(given, spec, 4, 13, servers=servers) for way in (in_full, by_stand_in))
-    assert sum(sent for *_, sent in stands) == sum(sent for *_, sent in full)
-    assert max(when for _, when, _ in stands) == pytest.approx(max(when for _, when, _ in full), rel=0.01)
+    for spec, servers, steps, off in (
+        ("diloco:streaming=4,period=8", 1, 20, 0.02),
+        ("downpour", 3, 13, 0.0),
+        ("downpour:compress=powersgd:2", 2, 13, 0.0),
+    ):
+        full, stands = (way(task(), spec, 4, steps, servers=servers) for way in (in_full, by_stand_in))
+        assert sum(sent for *_, sent in stands) == pytest.approx(sum(sent for *_, sent in full), rel=off), spec
+        assert max(when for _, when, _ in stands) == pytest.approx(max(when for _, when, _ in full), rel=0.01), spec
 
 
 def test_nothing_of_the_process_is_changed() -> None:
