@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manyhands.replica.control_bits import MORE
 from manyhands.replica.replica import Replica
+from manyhands.server.base import Server
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Change, Strategy
@@ -86,6 +87,12 @@ class Hand:
         return self.replica.named(self.strategy.consensus(self.replica, self.worker, self.state))["w"].clone()
 
 
+def clients_of(strategy: Strategy, workers: int, shards: int = 1) -> Sequence[Server]:
+    """Of the server that the strategy needs, in this process; none without one."""
+    wanted = strategy.server()
+    return InProcessServers(wanted, workers, shards, timeout_s=20).clients if wanted is not None else ()
+
+
 def hands(
     spec: str | Strategy,
     losses: Sequence[Any],
@@ -97,13 +104,35 @@ def hands(
 ) -> list[Any]:
     """What `program` gives on every worker: one a loss, each a thread, around a server in this process."""
     strategy = strategy_of(spec)
-    wanted = strategy.server()
-    clients = InProcessServers(wanted, len(losses), shards, timeout_s=20).clients if wanted is not None else ()
 
     def run(worker: Worker) -> Any:
         return program(Hand(strategy, worker, losses[worker.rank], start or [0.0], rate))
 
-    return together(len(losses), run, clients)
+    return together(len(losses), run, clients_of(strategy, len(losses), shards))
+
+
+def path_of(ticks: int, ends: int = 0) -> Callable[[Hand], list[tuple[float, float]]]:
+    """A program: (x, center) after each of so many ticks, and after each of so many ends of an epoch."""
+
+    def program(hand: Hand) -> list[tuple[float, float]]:
+        path = []
+        for number in range(ticks + ends):
+            if number < ticks:
+                hand.tick()
+            else:
+                hand.worker.group.barrier()
+                hand.finish()
+            path.append((float(hand.x), float(hand.center)))
+        return path
+
+    return program
+
+
+def close(found: Iterable[Any], wanted: Iterable[Any], abs: float = 1e-14) -> bool:
+    """Whether two paths, or answers, are the same but for rounding."""
+    return torch.allclose(
+        torch.as_tensor(list(found), dtype=F64), torch.as_tensor(list(wanted), dtype=F64), rtol=0, atol=abs
+    )
 
 
 def scripted(order: Sequence[int], ticks: int) -> Callable[[Hand], Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, Hand, Point, hands, quadratic, scripted, slope
+from by_hand import ROW, Hand, Point, close, hands, path_of, quadratic, scripted, slope
 from torch import Tensor
 
 from manyhands.errors import BadInput
@@ -22,23 +22,11 @@ SHIFTS = (-1.0, 0.0, 4.0)
 LOSSES = [quadratic([2.0], [b]) for b in SHIFTS]
 
 
-def rows(n: int) -> Tensor:
-    return torch.zeros(n, dtype=F64)
-
-
-def centers(ticks: int) -> Any:
-    """A program: the consensus after each tick, and after the end."""
-
-    def program(hand: Hand) -> list[float]:
-        path = []
-        for _ in range(ticks):
-            hand.tick()
-            path.append(float(hand.center))
-        hand.worker.group.barrier()
-        hand.finish()
-        return [*path, float(hand.center)]
-
-    return program
+def centers(spec: str, losses: list[Any], ticks: int, **options: Any) -> list[float]:
+    """The center after each tick and after the end, the same on all workers."""
+    paths = [[center for _, center in path] for path in hands(spec, losses, path_of(ticks, ends=1), **options)]
+    assert all(close(path, paths[0]) for path in paths)
+    return paths[0]
 
 
 # -- over the group ----------------------------------------------------------------------------------------------------
@@ -69,33 +57,19 @@ def test_with_period_one_it_is_nesterov_sgd_on_the_mean_gradient(spec: str) -> N
         point.w.grad = (2 * (point.w - 1.0)).detach()
         optimizer.step()
         wanted.append(float(point.w.detach()))
-    for path in hands(spec, LOSSES, centers(12), start=[1.0]):
-        assert path == pytest.approx([*wanted, wanted[-1]], abs=1e-14)
+    assert close(centers(spec, LOSSES, 12, start=[1.0]), [*wanted, wanted[-1]])
 
 
 @pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server"])
 def test_two_rounds_by_hand(spec: str) -> None:
     """A steady way of .1 a step: g=-.2, m=-.2, c=.7·(.2 + .9·.2)=.266; then m=-.38, c=.266 + .7·(.2 + .9·.38)=.6454."""
-    path = hands(spec, [slope(-1.0)], centers(4))[0]
-    assert path == pytest.approx([0.0, 0.266, 0.266, 0.6454, 0.6454], abs=1e-15)
+    assert close(centers(spec, [slope(-1.0)], 4), [0.0, 0.266, 0.266, 0.6454, 0.6454])
 
 
 def test_all_go_on_from_the_center_and_an_epochs_end_closes_the_window() -> None:
-    def program(hand: Hand) -> list[tuple[float, float]]:
-        path = []
-        for _ in range(3):
-            hand.tick()
-            path.append((float(hand.x), float(hand.center)))
-        for _ in range(2):
-            hand.finish()
-            path.append((float(hand.x), float(hand.center)))
-        return path
-
     c = 0.266 + 0.7 * (0.1 + 0.9 * (0.1 + 0.9 * 0.2))
-    wanted = [(0.1, 0.0), (0.266, 0.266), (0.366, 0.266), (c, c), (c, c)]
-    for path in hands("diloco:period=2", [slope(-1.0)] * 2, program):
-        for got, expected in zip(path, wanted, strict=True):
-            assert got == pytest.approx(expected, abs=1e-15)
+    for path in hands("diloco:period=2", [slope(-1.0)] * 2, path_of(3, ends=2)):
+        assert close(path, [(0.1, 0.0), (0.266, 0.266), (0.366, 0.266), (c, c), (c, c)])
 
 
 @pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server,bound=0"])
@@ -104,12 +78,12 @@ def test_the_mean_is_weighted_by_rows(spec: str) -> None:
 
     def program(hand: Hand) -> float:
         for n in ((3, 1), (1, 1))[hand.worker.rank]:
-            hand.tick(rows(n))
+            hand.tick(ROW.expand(n))
         hand.worker.group.barrier()
         return float(hand.center)
 
     spec += ",outer_rate=1.0,outer_momentum=0.0"
-    assert hands(spec, [slope(-1.0), slope(-7.0)], program) == pytest.approx([0.6, 0.6], abs=1e-15)
+    assert close(hands(spec, [slope(-1.0), slope(-7.0)], program), [0.6, 0.6])
 
 
 @pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server,bound=0"])
@@ -118,7 +92,7 @@ def test_rounds_of_nobody_change_nothing_and_who_has_no_rows_takes_the_center(sp
 
     def program(hand: Hand, empty: int) -> list[float]:
         path = []
-        for batch in (rows(1), rows(1), *[None] * empty, rows(1), rows(1)):
+        for batch in (ROW, ROW, *[None] * empty, ROW, ROW):
             hand.tick(None if hand.worker.rank else batch)
             path.append(float(hand.center))
         hand.gradient()
@@ -133,14 +107,16 @@ def test_rounds_of_nobody_change_nothing_and_who_has_no_rows_takes_the_center(sp
 # -- over a server -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["quorum=3", "quorum=2", "bound=0", "quorum=3,grace=0,bound=2"])
-def test_with_equal_speeds_the_server_gives_what_the_group_gives(spec: str) -> None:
+def test_with_equal_speeds_the_server_gives_what_the_group_gives() -> None:
     """Two windows of four ticks and one of two: at each tick all take their gradient, then all exchange."""
-    program = centers(10) if spec == "bound=0" else scripted([0, 1, 2] * 2 * 10, 10)
-    served = hands(f"diloco:period=4,via=server,{spec}", LOSSES, program, start=[1.0])
-    ends = [float(end[-1]) for end in served]
-    wanted = hands("diloco:period=4", LOSSES, centers(10), start=[1.0])[0][-1]
-    assert ends == pytest.approx([wanted] * 3, abs=1e-14)
+    wanted = centers("diloco:period=4", LOSSES, 10, start=[1.0])[-1]
+    assert centers("diloco:period=4,via=server,bound=0", LOSSES, 10, start=[1.0])[-1] == pytest.approx(
+        wanted, abs=1e-14
+    )
+    for options in ("quorum=3", "quorum=2", "quorum=3,grace=0,bound=2"):
+        in_turn = scripted([0, 1, 2] * 2 * 10, 10)
+        ends = hands(f"diloco:period=4,via=server,{options}", LOSSES, in_turn, start=[1.0])
+        assert [float(end) for end in ends] == pytest.approx([wanted] * 3, abs=1e-14), options
 
 
 def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> None:
@@ -165,9 +141,9 @@ def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> No
         return [*path, float(hand.center)]
 
     first, second, late = hands(f"diloco:{options}", [slope(-1.0), slope(-2.0), slope(-3.0)], program)
-    assert first == pytest.approx([0.0, 0.0, 0.15, 0.15, 0.3, 0.45, 0.45], abs=1e-15)
-    assert second == pytest.approx([0.0, 0.15, 0.15, 0.3, 0.45], abs=1e-15)
-    assert late == pytest.approx([0.0, 0.3, 0.45], abs=1e-15)
+    assert close(first, [0.0, 0.0, 0.15, 0.15, 0.3, 0.45, 0.45])
+    assert close(second, [0.0, 0.15, 0.15, 0.3, 0.45])
+    assert close(late, [0.0, 0.3, 0.45])
 
 
 def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
@@ -180,21 +156,15 @@ def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
 
     def program(hand: Hand) -> list[float]:
         path = []
-        for _ in range(3 - 2 * hand.worker.rank):
+        for act in [*(hand.gradient, hand.exchange) * (3 - 2 * hand.worker.rank), hand.gradient]:
             with turns.take(hand.worker.rank):
-                hand.gradient()
+                act()
                 path.append(float(hand.x))
-            with turns.take(hand.worker.rank):
-                hand.exchange()
-        with turns.take(hand.worker.rank):
-            hand.gradient()
-            path.append(float(hand.x))
-        return path
+        return path[::2]
 
-    assert hands(spec, [slope(-1.0), slope(-5.0)], program) == [
-        pytest.approx([0.0, 0.1, 0.2, 0.35], abs=1e-15),
-        pytest.approx([0.0, 0.35], abs=1e-15),
-    ]
+    first, second = hands(spec, [slope(-1.0), slope(-5.0)], program)
+    assert close(first, [0.0, 0.1, 0.2, 0.35])
+    assert close(second, [0.0, 0.35])
 
 
 def test_an_epochs_end_closes_the_open_round_with_all_that_was_begun() -> None:
@@ -233,109 +203,89 @@ def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_options_that_cannot_be_are_refused() -> None:
+    served = {"via": "server"}
+    for options, problem in [
         ({"period": 0}, "period must be a whole number of at least 1"),
-        ({"outer_rate": 0}, "outer_rate must be a number above 0"),
-        ({"outer_rate": float("inf")}, "outer_rate must be a number above 0"),
-        ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 to below 1"),
-        ({"outer_momentum": True}, "outer_momentum must be a number from 0 to below 1"),
-        ({"outer_rate": "0.7"}, "outer_rate must be a number above 0, not '0.7'"),
-        ({"outer_momentum": None}, "outer_momentum must be a number from 0 to below 1, not None"),
-        ({"outer_rate": float("nan")}, "outer_rate must be a number above 0"),
-        ({"streaming": 2, "mixing": "a"}, "mixing must be a number from 0 to below 1, not 'a'"),
-        ({"streaming": 2, "overlap": "1"}, "overlap must be a whole number of at least 0"),
+        *(({"outer_rate": x}, "outer_rate must be a number above 0") for x in (0, float("inf"), float("nan"), "0.7")),
+        *(({"outer_momentum": x}, "outer_momentum must be a number from 0 to below 1") for x in (1.0, True, None)),
         ({"compress": "zip"}, "compress=zip: no codec 'zip'"),
         ({"feedback": True}, "feedback=true needs compress"),
-        ({"streaming": 2, "compress": "int8"}, "compress=int8 waits for one whole vector: leave one of them out"),
         ({"via": "mail"}, "via must be group or server"),
         ({"streaming": -1}, "streaming must be a whole number of at least 0"),
         ({"overlap": 1}, "overlap has no effect: leave it out, or give streaming=2"),
         ({"mixing": 0.5}, "mixing has no effect: leave it out, or give streaming=2"),
-        ({"streaming": 2, "via": "server"}, "streaming does not work with via=server"),
+        *(({"streaming": 2, "mixing": x}, "mixing must be a number from 0 to below 1") for x in ("a", 1.0)),
+        *(({"streaming": 2, "overlap": x}, "overlap must be a whole number of at least 0") for x in ("1", -1)),
+        ({"streaming": 2, "compress": "int8"}, "compress=int8 waits for one whole vector: leave one of them out"),
+        ({"streaming": 2, **served}, "streaming does not work with via=server"),
         ({"streaming": 5, "period": 4}, "give streaming=4 or less"),
         ({"streaming": 2, "period": 4, "overlap": 4}, "overlap=4 must be less than period=4"),
-        ({"streaming": 2, "overlap": -1}, "overlap must be a whole number of at least 0"),
-        ({"streaming": 2, "mixing": 1.0}, "mixing must be a number from 0 to below 1"),
         ({"quorum": 2}, "quorum has no effect: leave it out, or give via=server"),
         ({"grace": 0}, "grace has no effect: leave it out, or give via=server"),
         ({"bound": 0}, "bound has no effect: leave it out, or give via=server"),
-        ({"via": "server", "bound": -1}, "bound must be a whole number of 0 or more"),
-        ({"via": "server", "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum has no effect"),
-        ({"via": "server", "quorum": 0}, "quorum must be a whole number of at least 1"),
-        ({"via": "server", "grace": -1}, "grace must be a whole number of at least 0"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None:
-    with pytest.raises(BadInput, match=problem):
-        DiLoCo(**options)
-
-
-def test_a_quorum_of_more_than_all_is_refused() -> None:
+        ({**served, "bound": -1}, "bound must be a whole number of 0 or more"),
+        ({**served, "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum has no effect"),
+        ({**served, "quorum": 0}, "quorum must be a whole number of at least 1"),
+        ({**served, "grace": -1}, "grace must be a whole number of at least 0"),
+    ]:
+        with pytest.raises(BadInput, match=problem):
+            DiLoCo(**options)
     with pytest.raises(BadInput, match="quorum=3 must not be more than workers=2: give at most 2"):
         hands("diloco:via=server,quorum=3", [slope(1.0)] * 2, lambda hand: None)
 
 
 def test_what_it_wants() -> None:
-    group, served, in_step = (strategy_of(f"diloco{o}") for o in ("", ":via=server", ":via=server,bound=0"))
-    assert (group.server(), group.leasing()) == (None, None)
-    assert served.leasing() == Leasing()
-    assert served.server().rule == "rounds"
-    assert served.server().one_shard
-    assert in_step.leasing() is None
-    assert in_step.server().rule == "outer"
-    assert [strategy_of(f"diloco:compress=int8{o}").server() for o in ("", ",streaming=0")] == [None, None]
-    assert strategy_of("diloco:via=server,compress=int8").server().compress == "int8"
-    assert strategy_of("diloco:via=server,bound=0,compress=int8").server().compress == "int8"
+    group, served, in_step = (
+        strategy_of(f"diloco{o}") for o in (":compress=int8", ":via=server", ":via=server,bound=0")
+    )
+    assert (group.server(), group.leasing(), in_step.leasing(), served.leasing()) == (None, None, None, Leasing())
+    assert (served.server().rule, served.server().one_shard, in_step.server().rule) == ("rounds", True, "outer")
+    for more in ("", ",bound=0"):
+        assert strategy_of(f"diloco:via=server,compress=int8{more}").server().compress == "int8"
 
 
 # -- how far a global batch goes ---------------------------------------------------------------------------------------
 
 
-def way(hand: Hand, periods: int, period: int) -> float:
-    """How far the center went in the last of so many periods, in steps of .1 a tick."""
-    for _ in range((periods - 1) * period):
-        hand.tick()
-    before = float(hand.center.mean())
-    for _ in range(period):
-        hand.tick()
-    return (float(hand.center.mean()) - before) / (0.1 * period)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
-        "diloco:period=4",
         "diloco:period=4,outer_rate=1.5,outer_momentum=.5",
-        "diloco:period=4,via=server,bound=0",
-        "diloco:period=4,streaming=1,overlap=0,mixing=.5",
-        "diloco:period=4,streaming=1,overlap=1,mixing=0.0",
-        "diloco:period=4,streaming=1",
-        "diloco:period=6,streaming=2,overlap=2,mixing=.75",
+        "diloco:period=4,via=server,bound=0,outer_momentum=.5",
+        "diloco:period=4,streaming=1,overlap=0,mixing=.5,outer_momentum=.5",
+        "diloco:period=4,streaming=1,overlap=1,mixing=0.0,outer_momentum=.5",
+        "diloco:period=6,streaming=2,overlap=2,mixing=.75,outer_momentum=.5",
         "diloco:period=4,streaming=2,overlap=3,mixing=.2,outer_momentum=.5",
     ],
 )
 def test_a_steady_way_is_gone_as_far_as_the_summary_says(spec: str) -> None:
+    """How far the center goes in the last of 40 periods, in steps of .1 a tick."""
     strategy = strategy_of(spec)
-    ways = hands(spec, [slope(-1.0)] * 2, lambda hand: way(hand, 200, strategy.period), start=[0.0] * 32)  # type: ignore[attr-defined]
+
+    def program(hand: Hand) -> float:
+        for tick in range(40 * strategy.period):
+            if tick == 39 * strategy.period:
+                before = float(hand.center.mean())
+            hand.tick()
+        return (float(hand.center.mean()) - before) / (0.1 * strategy.period)
+
+    ways = hands(spec, [slope(-1.0)] * 2, program, start=[0.0] * 32)
     assert ways == pytest.approx([strategy.rate_factor(2)] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("quorum", "grace", "workers"), [(1, 0, 3), (2, 0, 4), (2, 1, 3), (3, 0, 3), (None, 0, 4)])
-def test_a_steady_way_over_a_server_is_gone_as_far_as_the_summary_says(
-    quorum: int | None, grace: int, workers: int
-) -> None:
-    """Equally fast, one after the other, 24 windows each; no momentum, so that it is exact."""
-    strategy = DiLoCo(period=1, via="server", quorum=quorum, grace=grace, outer_rate=0.5, outer_momentum=0.0)
-    order = [rank for _ in range(24) for rank in range(workers) for _ in range(2)]
-    ends = hands(strategy, [slope(-1.0)] * workers, scripted(order, 24))
-    assert float(ends[0]) / (0.1 * 24) == pytest.approx(strategy.rate_factor(workers), abs=1e-12)
+def test_a_steady_way_over_a_server_is_gone_as_far_as_the_summary_says() -> None:
+    """Equally fast, one after the other, 12 windows each; no momentum, so that it is exact."""
+    for quorum, grace, workers in [(1, 0, 3), (2, 0, 4), (2, 1, 3), (None, 0, 4)]:
+        strategy = DiLoCo(period=1, via="server", quorum=quorum, grace=grace, outer_rate=0.5, outer_momentum=0.0)
+        order = [rank for _ in range(12) for rank in range(workers) for _ in range(2)]
+        ends = hands(strategy, [slope(-1.0)] * workers, scripted(order, 12))
+        factor = strategy.rate_factor(workers)
+        assert float(ends[0]) / (0.1 * 12) == pytest.approx(factor, abs=1e-12), (quorum, grace, workers)
 
 
-@pytest.mark.parametrize(
-    ("options", "workers", "wanted"),
-    [
+def test_how_far_a_global_batch_goes() -> None:
+    for options, workers, wanted in [
         ("", 9, 7.0),
         (":streaming=2", 9, 7 * (1 - 0.5 / 16) / 4),
         (":streaming=2,overlap=0", 9, 7.0),
@@ -344,7 +294,5 @@ def test_a_steady_way_over_a_server_is_gone_as_far_as_the_summary_says(
         (":via=server,grace=0,quorum=2", 8, 28.0),
         (":via=server,grace=0,quorum=2", 1, 7.0),
         (":via=server,bound=0", 9, 7.0),
-    ],
-)
-def test_how_far_a_global_batch_goes(options: str, workers: int, wanted: float) -> None:
-    assert strategy_of(f"diloco{options}").rate_factor(workers) == pytest.approx(wanted)
+    ]:
+        assert strategy_of(f"diloco{options}").rate_factor(workers) == pytest.approx(wanted), (options, workers)

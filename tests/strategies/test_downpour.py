@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from by_hand import F64, ROW, Hand, hands, quadratic, scripted, slope
@@ -9,7 +12,6 @@ from torch import Tensor
 
 from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
-from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.downpour import Downpour, DownpourState
 from manyhands.testing.threads import ScriptedTurns
@@ -17,14 +19,16 @@ from manyhands.testing.threads import ScriptedTurns
 CURVATURE = [1.0, 2.0, 5.0]
 
 
-def train(ticks: int):
-    def program(hand: Hand) -> tuple[Tensor, Tensor]:
+def ends_of(spec: str, losses: Sequence[Any], ticks: int, **options: Any) -> list[Tensor]:
+    """[dimensions] the center at the end, as each worker sees it."""
+
+    def program(hand: Hand) -> Tensor:
         for _ in range(ticks):
             hand.tick()
         hand.finish()
-        return hand.center, hand.x
+        return hand.center
 
-    return program
+    return hands(spec, losses, program, **options)
 
 
 def sequential(steps: int) -> Tensor:
@@ -38,19 +42,17 @@ def vector(number: float) -> FlatVector:
     return FlatVector([torch.tensor([number])])
 
 
-@pytest.mark.parametrize(
-    "every", ["push_every=5,pull_every=5", "push_every=2,pull_every=5", "push_every=5,pull_every=2"]
-)
-def test_one_worker_is_sequential_sgd(every: str) -> None:
+def test_one_worker_is_sequential_sgd() -> None:
     """CASE 7; also where a pull comes before the push: the own updates stay."""
-    center, _ = hands(f"downpour:{every}", [quadratic(CURVATURE)], train(20), start=[1.0] * 3)[0]
-    assert (center - sequential(20)).abs().max() < 1e-15
+    for every in ("push_every=5,pull_every=5", "push_every=2,pull_every=5", "push_every=5,pull_every=2"):
+        (center,) = ends_of(f"downpour:{every}", [quadratic(CURVATURE)], 20, start=[1.0] * 3)
+        assert (center - sequential(20)).abs().max() < 1e-15, every
 
 
 def test_with_adagrad_on_the_server_it_is_not() -> None:
     """CASE 7: but its center is where Adagrad goes with the accumulated gradients, to the last bit of the formula."""
     spec = "downpour:push_every=5,pull_every=5,rule=adagrad,outer_rate=.1"
-    center, _ = hands(spec, [quadratic(CURVATURE)], train(20), start=[1.0] * 3)[0]
+    (center,) = ends_of(spec, [quadratic(CURVATURE)], 20, start=[1.0] * 3)
     assert (center - sequential(20)).abs().max() > 0.01
     a, w, total = torch.tensor(CURVATURE, dtype=F64), torch.ones(3, dtype=F64), torch.zeros(3, dtype=F64)
     for _ in range(4):
@@ -83,12 +85,12 @@ def test_each_push_carries_its_own_window_only(rule: str) -> None:
 
 def test_updates_add() -> None:
     """CASE 24: two workers move the center twice as far as one, not four times and not once."""
-    ends = hands("downpour:push_every=5,pull_every=5", [slope(1.0)] * 2, train(10))
-    assert float(ends[0][0]) == pytest.approx(-0.1 * 10 * 2)
+    ends = ends_of("downpour:push_every=5,pull_every=5", [slope(1.0)] * 2, 10)
+    assert float(ends[0]) == pytest.approx(-0.1 * 10 * 2)
 
 
-def test_a_short_last_window_enters_and_an_empty_one_does_not() -> None:
-    """Seven ticks with a push every 5: the last two enter at the epoch's end, once."""
+def test_a_short_last_window_enters_and_an_empty_one_or_a_tick_without_rows_does_not() -> None:
+    """Seven ticks with a push every 5: the last two enter at the epoch's end, once. CASE 27"""
 
     def program(hand: Hand) -> tuple[float, int]:
         for _ in range(7):
@@ -99,6 +101,14 @@ def test_a_short_last_window_enters_and_an_empty_one_does_not() -> None:
         return float(hand.center), len(hand.worker.server.drain_journal()["pushes"])
 
     assert hands("downpour:push_every=5,pull_every=5", [slope(1.0)], program)[0] == (pytest.approx(-0.7), 2)
+
+    def once(hand: Hand) -> int:
+        for tick in range(4):
+            hand.tick(ROW if tick == 1 else None)
+        hand.finish()
+        return len(hand.worker.server.drain_journal()["pushes"])
+
+    assert hands("downpour:bound=0", [slope(1.0)], once) == [1]
 
 
 def test_a_scripted_order_shows_the_stale_gradient() -> None:
@@ -153,18 +163,6 @@ def test_bound_0_is_the_synchronous_form_on_any_number_of_shards(rule: str) -> N
         assert (ends[0][0][0] - w).abs().max() < 1e-13
 
 
-def test_ticks_without_rows_push_nothing() -> None:
-    """CASE 27"""
-
-    def program(hand: Hand) -> int:
-        for tick in range(4):
-            hand.tick(ROW if tick == 1 else None)
-        hand.finish()
-        return len(hand.worker.server.drain_journal()["pushes"])
-
-    assert hands("downpour:bound=0", [slope(1.0)], program) == [1]
-
-
 def test_with_another_number_of_workers_all_begin_anew() -> None:
     state = DownpourState(start=vector(1.0), accrued=vector(1.0), ticks=3, steps=2, weight=2.0, stale=False)
     others = [DownpourState(start=vector(1.0), accrued=vector(1.0), ticks=3, steps=2) for _ in range(2)]
@@ -173,9 +171,8 @@ def test_with_another_number_of_workers_all_begin_anew() -> None:
     assert state.merge(others, 1, 2) is others[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_options_that_cannot_be_are_refused() -> None:
+    for options, problem in [
         ({"push_every": 0}, "push_every must be a whole number of at least 1, not 0"),
         ({"pull_every": 1.5}, "pull_every must be"),
         ({"bound": -1}, "bound must be a whole number of 0 or more, or none"),
@@ -186,29 +183,18 @@ def test_with_another_number_of_workers_all_begin_anew() -> None:
         ({"rule": "sgd", "outer_rate": 0.0}, "outer_rate must be a number above 0"),
         ({"rule": "adam", "outer_momentum": 0.5}, "rule adam has no outer_momentum"),
         ({"rule": "sgd", "outer_momentum": 1.0}, "below 1"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict, problem: str) -> None:
-    with pytest.raises(BadInput, match=problem):
-        Downpour(**options)
+        ({"overlap": True, "bound": 0}, "overlap=true lets a worker compute while it exchanges, and bound=0"),
+    ]:
+        with pytest.raises(BadInput, match=problem):
+            Downpour(**options)
 
 
-def test_what_it_wants() -> None:
-    assert strategy_of("downpour").server().bound is None
-    assert strategy_of("downpour:warmup=7").leasing() == Leasing(rank0_warmup_ticks=7)
-    assert strategy_of("downpour:bound=0").leasing() is None
-    assert strategy_of("downpour:rule=adamw").server().options == {"optimizer": "AdamW", "rate": 1e-3, "momentum": 0.0}
-    assert [strategy_of(f"downpour:rule={r}").server().options["rate"] for r in ("adagrad", "sgd")] == [0.01, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "factor"),
-    [
-        ("downpour", 4),
-        ("downpour:rule=sgd,outer_rate=.5", 2),
-        ("downpour:rule=sgd,outer_rate=.5,outer_momentum=.5,bound=0", 1),
-        ("downpour:rule=adagrad", 4),
-    ],
-)
-def test_the_rate_factor_of_four_workers(spec: str, factor: float) -> None:
-    assert strategy_of(spec).rate_factor(4) == factor
+def test_what_it_wants_and_its_rate_factor() -> None:
+    assert Downpour().server().bound is None
+    assert (Downpour(warmup=7).leasing(), Downpour(bound=0).leasing()) == (Leasing(rank0_warmup_ticks=7), None)
+    assert Downpour(rule="adamw").server().options == {"optimizer": "AdamW", "rate": 1e-3, "momentum": 0.0}
+    assert [Downpour(rule=rule).server().options["rate"] for rule in ("adagrad", "sgd")] == [0.01, 1.0]
+    halved = {"rule": "sgd", "outer_rate": 0.5}
+    for options, factor in (({}, 4), (halved, 2), ({**halved, "outer_momentum": 0.5}, 4), ({"rule": "adagrad"}, 4)):
+        assert Downpour(**options).rate_factor(4) == factor, options
+    assert Downpour(**halved, outer_momentum=0.5, bound=0).rate_factor(4) == 1

@@ -18,16 +18,10 @@ def test_an_update_of_staleness_3_enters_with_weight_a_quarter() -> None:
     assert ends == pytest.approx([-0.1 * 5.25] * 2)
 
 
-def test_two_who_pull_at_once() -> None:
-    """The first enters whole, the second by half."""
-    ends = hands("dynsgd:window=1", [slope(1.0)] * 2, scripted([0, 1, 0, 1], 1))
-    assert ends == pytest.approx([-0.15] * 2)
-
-
-def test_a_window_of_two_steps_enters_as_it_is() -> None:
-    """One worker alone: nothing is stale, nothing is divided."""
-    ends = hands("dynsgd:window=2", [slope(1.0)], scripted([0] * 6, 3))
-    assert ends == pytest.approx([-0.3])
+def test_two_who_pull_at_once_and_windows() -> None:
+    """The first enters whole, the second by half. A window of two steps enters as it is where nothing is stale."""
+    assert hands("dynsgd:window=1", [slope(1.0)] * 2, scripted([0, 1, 0, 1], 1)) == pytest.approx([-0.15] * 2)
+    assert hands("dynsgd:window=2", [slope(1.0)], scripted([0] * 6, 3)) == pytest.approx([-0.3])
 
 
 def test_rate_factor() -> None:

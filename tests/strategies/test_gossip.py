@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, ROW, Hand, hands, quadratic, slope
+from by_hand import F64, ROW, Hand, close, hands, path_of, quadratic, slope
 from torch import Tensor
 
-import manyhands as mh
 from manyhands.errors import BadInput, UnknownName
 from manyhands.replica.control_bits import MORE
 from manyhands.strategies import strategy_of
@@ -71,13 +70,13 @@ def test_one_peer_at_a_time_reaches_the_exact_mean_in_log2_rounds() -> None:
     assert float((path[3] - 77.5).abs().max()) == 60.0
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
-def test_any_number_of_workers_comes_together_at_the_mean(graph: str, size: int) -> None:
-    path = spread(f"gossip:graph={graph}", [float(3**rank) for rank in range(size)], 80)
-    mean = sum(3**rank for rank in range(size)) / size
-    assert path.mean(1).tolist() == pytest.approx([mean] * 81, abs=1e-12)
-    assert path[-1].tolist() == pytest.approx([mean] * size, abs=1e-7)
+def test_any_number_of_workers_comes_together_at_the_mean(graph: str) -> None:
+    for size in (1, 2, 3, 5):
+        path = spread(f"gossip:graph={graph}", [float(3**rank) for rank in range(size)], 80)
+        mean = sum(3**rank for rank in range(size)) / size
+        assert path.mean(1).tolist() == pytest.approx([mean] * 81, abs=1e-12), size
+        assert path[-1].tolist() == pytest.approx([mean] * size, abs=1e-7), size
 
 
 def test_replicas_that_are_equal_keep_their_bits() -> None:
@@ -133,55 +132,39 @@ def test_sgp_steps_then_pushes_and_removes_the_bias_by_its_mass(graph: str) -> N
 
 def test_a_round_comes_every_period_and_where_the_rows_end() -> None:
     """Two workers at slopes of ∓1: they part by .1 a tick, and meet before the third step, and at the end."""
-
-    def program(hand: Hand) -> list[float]:
-        path = []
-        for _ in range(5):
-            hand.tick()
-            path.append(float(hand.x))
-        for _ in range(2):
-            hand.finish()
-            path.append(float(hand.x))
-        return path
-
-    first, second = hands("gossip:period=3", [slope(-1.0), slope(1.0)], program)
-    assert first == pytest.approx([0.1, 0.2, 0.1, 0.2, 0.3, 0.0, 0.0], abs=1e-15)
-    assert second == pytest.approx([-x for x in first], abs=1e-15)
+    first, second = hands("gossip:period=3", [slope(-1.0), slope(1.0)], path_of(5, ends=2))
+    assert close([x for x, _ in first], [0.1, 0.2, 0.1, 0.2, 0.3, 0.0, 0.0])
+    assert close([x for x, _ in second], [-x for x, _ in first])
 
 
 # -- ticks without rows ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_without_rows_mixes_like_any_other() -> None:
-    """CASE 27: its neighbours' steps go through it."""
+def test_a_worker_without_rows_mixes_but_a_round_before_which_nobody_had_rows_mixes_nothing() -> None:
+    """CASE 27: its neighbours' steps go through it; the ticks in which a stream's end is not heard yet change nothing."""
 
-    def program(hand: Hand) -> float:
+    def one_without(hand: Hand) -> float:
         for _ in range(4):
             hand.tick(None if hand.worker.rank == 1 else ROW)
         return float(hand.x)
 
-    xs = hands("gossip:graph=ring", [slope(-1.0)] * 4, program)
+    xs = hands("gossip:graph=ring", [slope(-1.0)] * 4, one_without)
     assert sum(xs) == pytest.approx(4 * 3 * 0.1)
     assert 0 < xs[1] < min(xs[0], xs[2])
 
-
-def test_a_round_before_which_nobody_had_rows_mixes_nothing() -> None:
-    """CASE 27: the ticks in which a stream's end is not heard yet do not change the result."""
-
-    def program(hand: Hand) -> tuple[float, int]:
+    def nobody(hand: Hand) -> tuple[float, int]:
         place(hand, float(hand.worker.rank))
         for _ in range(3):
             hand.tick(None)
         return float(hand.x), hand.state.rounds
 
-    assert hands("gossip", [FLAT] * 3, program) == [(0.0, 0), (1.0, 0), (2.0, 0)]
+    assert hands("gossip", [FLAT] * 3, nobody) == [(0.0, 0), (1.0, 0), (2.0, 0)]
 
 
-@pytest.mark.parametrize(("stream", "asked"), [(False, 2), (True, 8)])
-def test_where_the_number_of_ticks_is_known_no_round_asks_all(stream: bool, asked: int) -> None:
+def test_where_the_number_of_ticks_is_known_no_round_asks_all() -> None:
     """But the first of each epoch, which hears that it is known; on a stream every round does."""
 
-    def program(hand: Hand) -> int:
+    def asked(hand: Hand, stream: bool) -> int:
         group, questions = hand.worker.group, []
         mean_ = group.mean_
         group.mean_ = lambda tensor, *rest: (questions.append(tensor.numel()), mean_(tensor, *rest))[1]  # type: ignore[method-assign]
@@ -194,7 +177,8 @@ def test_where_the_number_of_ticks_is_known_no_round_asks_all(stream: bool, aske
             hand.finish()
         return len(questions)
 
-    assert hands("gossip:graph=ring", [FLAT] * 3, program) == [asked] * 3
+    assert hands("gossip:graph=ring", [FLAT] * 3, lambda hand: asked(hand, False)) == [2] * 3
+    assert hands("gossip:graph=ring", [FLAT] * 3, lambda hand: asked(hand, True)) == [8] * 3
 
 
 # -- states, options ---------------------------------------------------------------------------------------------------
@@ -208,9 +192,8 @@ def test_with_another_number_of_workers_all_count_the_same_again() -> None:
     assert [state.weight_of_window() for state in states] == [0.5, 1.5]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_options_and_what_it_wants() -> None:
+    for options, problem in [
         ({"graph": "star"}, "graph must be one of exponential, ring, random, pairs"),
         ({"weights": "mean"}, "weights must be one of doubly-stochastic, push-sum"),
         ({"period": 0}, "period must be a whole number of at least 1"),
@@ -219,20 +202,14 @@ def test_with_another_number_of_workers_all_count_the_same_again() -> None:
         ({"bound": 1}, "bound has no effect with graph=exponential"),
         ({"graph": "pairs", "bound": -1}, "bound must be a whole number of 0 or more"),
         ({"graph": "pairs", "weights": "push-sum"}, "weights=push-sum has no effect with graph=pairs"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(BadInput, match=problem):
-        Gossip(**options)
-
-
-def test_what_it_wants() -> None:
-    pairs = mh.Gossip(graph="pairs", seed=3, bound=2)
+    ]:
+        with pytest.raises(BadInput, match=problem):
+            Gossip(**options)
+    with pytest.raises(UnknownName, match="what others call ad-psgd is 'gossip:graph=pairs' here"):
+        strategy_of("ad-psgd")
+    pairs = Gossip(graph="pairs", seed=3, bound=2)
     wanted = pairs.server()
     assert wanted is not None
     assert (wanted.rule, wanted.bound, wanted.options) == ("pairs", 2, {"seed": 3})
     assert pairs.leasing() == Leasing(rank0_warmup_ticks=0)
-    assert Gossip(graph="pairs", bound=0).leasing() is None
-    assert (Gossip().server(), Gossip().leasing()) == (None, None)
-    with pytest.raises(UnknownName, match="what others call ad-psgd is 'gossip:graph=pairs' here"):
-        strategy_of("ad-psgd")
+    assert (Gossip(graph="pairs", bound=0).leasing(), Gossip().server(), Gossip().leasing()) == (None, None, None)

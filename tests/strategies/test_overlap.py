@@ -42,37 +42,38 @@ def parameters(run: mh.Run) -> torch.Tensor:
     return plain.flat(run.model)
 
 
-@pytest.mark.parametrize("strategy", [*OVERLAPPING[:3], "downpour:push_every=2,pull_every=3,overlap=true"])
-def test_one_worker_is_sequential_sgd(strategy: str) -> None:
+def test_one_worker_is_sequential_sgd() -> None:
     """Its own updates are all that moves the center, however late it sees them there."""
-    torch.testing.assert_close(
-        parameters(train(strategy, "local", 1)), parameters(train("solo", "local", 1)), rtol=0, atol=1e-12
-    )
+    expected = parameters(train("solo", "local", 1))
+    for strategy in [*OVERLAPPING[:3], "downpour:push_every=2,pull_every=3,overlap=true"]:
+        assert (parameters(train(strategy, "local", 1)) - expected).abs().max() < 1e-12, strategy
+
+
+def times_of(strategy: str, compute_s: float, folder: Path) -> list[float]:
+    """When worker 1 made each step of the first epoch but the first three; 20 ms of latency."""
+    engine = Sim(network="latency=20ms", compute=f"step={compute_s},row=0")
+    train(strategy, engine, 2, run_dir=folder, fields={"batch_size": 4})
+    steps = [event for event in event_log.read(folder / event_log.FILE) if event.type == "step" and event.rank == 1]
+    return [event.time_s for event in steps if event.values["epoch"] == 0][3:-1]
 
 
 @pytest.mark.parametrize("strategy", OVERLAPPING)
 def test_a_step_takes_the_longer_of_computing_and_one_round_trip(strategy: str, tmp_path: Path) -> None:
-    """16 ms of computing; 20 ms of latency, hence 40 ms of a push and the pull that follows it."""
+    """40 ms of a push and the pull that follows it."""
     for compute_s, step_s in ((0.016, 0.040), (0.060, 0.060)):
-        engine = Sim(network="latency=20ms", compute=f"step={compute_s},row=0")
-        folder = tmp_path / str(compute_s)
-        train(strategy, engine, 2, run_dir=folder, fields={"batch_size": 2})
-        steps = [event for event in event_log.read(folder / event_log.FILE) if event.type == "step" and event.rank == 1]
-        times = [event.time_s for event in steps if event.values["epoch"] == 0][3:-1]
-        assert len(times) > 20
+        times = times_of(strategy, compute_s, tmp_path / str(compute_s))
+        assert len(times) > 8
         assert [b - a for a, b in itertools.pairwise(times)] == pytest.approx([step_s] * (len(times) - 1))
 
 
 def test_without_it_a_step_waits_for_both(tmp_path: Path) -> None:
-    engine = Sim(network="latency=20ms", compute="step=0.016,row=0")
-    train("downpour", engine, 2, run_dir=tmp_path / "run", fields={"batch_size": 2})
-    steps = [event for event in event_log.read(tmp_path / "run" / event_log.FILE) if event.type == "step"]
-    times = [event.time_s for event in steps if event.rank == 1 and event.values["epoch"] == 0][3:]
+    times = times_of("downpour", 0.016, tmp_path / "run")
     assert times[5] - times[4] == pytest.approx(0.096)
 
 
-@pytest.mark.parametrize("strategy", OVERLAPPING)
-@pytest.mark.parametrize("engine", ["local", pytest.param("sim", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "engine"), [*((strategy, "sim") for strategy in OVERLAPPING), ("downpour:overlap=true", "local")]
+)
 def test_a_run_is_replayed_bit_for_bit(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
     place = local if engine == "local" else Sim(network="latency=2ms,bandwidth=1Mbit", compute="jitter=lognormal:0.5")
     run = train(strategy, place, 3, run_dir=tmp_path / "run", servers=2)
@@ -90,20 +91,11 @@ def test_staleness_counts_what_really_passed() -> None:
     assert max(overlaps.staleness, key=overlaps.staleness.__getitem__) == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("downpour:overlap=true,bound=0", "overlap=true lets a worker compute while it exchanges, and bound=0"),
-        ("easgd:overlap=true,bound=0", "overlap=true lets a worker compute while it exchanges, and bound=0"),
-        ("easgd:overlap=true,via=group", "overlap=true is for a server"),
-    ],
-)
-def test_what_cannot_be(strategy: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        strategy_of(strategy)
-
-
-@pytest.mark.parametrize("survive", ["max_losses=1", "copies=2"])
-def test_it_does_not_survive_losses(survive: str) -> None:
-    with pytest.raises(Unsupported, match="with overlap=true nobody knows"):
-        train("downpour:overlap=true", "local", 2, survive=survive)
+def test_what_cannot_be() -> None:
+    with pytest.raises(BadInput, match="overlap=true lets a worker compute while it exchanges, and bound=0"):
+        strategy_of("easgd:overlap=true,bound=0")
+    with pytest.raises(BadInput, match="overlap=true is for a server"):
+        strategy_of("easgd:overlap=true,via=group")
+    for survive in ("max_losses=1", "copies=2"):
+        with pytest.raises(Unsupported, match="with overlap=true nobody knows"):
+            train("downpour:overlap=true", "local", 2, survive=survive)

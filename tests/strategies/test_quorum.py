@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, Hand, hands, slope
+from by_hand import F64, Hand, clients_of, hands, slope
 from torch import Tensor, nn
 
 import plain
@@ -15,7 +16,6 @@ from manyhands.errors import BadInput
 from manyhands.replica.control_bits import CONTROL_BITS
 from manyhands.replica.replica import Replica
 from manyhands.server.base import Pushed
-from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.quorum import Quorum, QuorumState
 from manyhands.testing.threads import together
@@ -33,8 +33,6 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
     """Each worker's parameters after 5 ticks of `rank + 1` rows each; one branch of the model is unused on some."""
     x, y = plain.rows(9)
     strategy = strategy_of(spec)
-    wanted = strategy.server()
-    clients = InProcessServers(wanted, workers, timeout_s=20).clients if wanted is not None else ()
 
     def program(worker: Worker) -> Tensor:
         replica = branches(worker)
@@ -50,19 +48,16 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
             strategy.exchange(replica, worker, state)
         return replica.parameters.parts[0].clone()
 
-    return together(workers, program, clients)
+    return together(workers, program, clients_of(strategy, workers))
 
 
 def test_of_all_workers_it_is_all_reduce() -> None:
+    """Of one worker bit for bit, and that is a plain loop: the strategies' suite compares with one. (CASE 1)"""
     ours, theirs = ends_of("quorum", 3), ends_of("allreduce", 3)
     assert all(torch.equal(end, ours[0]) for end in ours)
     assert (ours[0] - theirs[0]).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("backups", [0, 1])
-def test_one_worker_is_all_reduce_of_one_bit_for_bit(backups: int) -> None:
-    """CASE 1: and that is a plain loop; the strategies' suite compares with one."""
-    assert torch.equal(ends_of(f"quorum:backups={backups}", 1)[0], ends_of("allreduce", 1)[0])
+    for backups in (0, 1):
+        assert torch.equal(ends_of(f"quorum:backups={backups}", 1)[0], ends_of("allreduce", 1)[0])
 
 
 class Scripted:
@@ -112,50 +107,40 @@ def test_a_parameter_that_only_a_dropped_gradient_touched_does_not_move() -> Non
     assert not replica.optimizer.state
 
 
-@pytest.mark.parametrize(("backups", "weight", "more"), [(0, 2.0, False), (1, 2.0, True), (1, 0.0, False)])
-def test_with_backups_only_a_step_without_any_rows_ends_a_stream(backups: int, weight: float, more: bool) -> None:
+def test_with_backups_only_a_step_without_any_rows_ends_a_stream() -> None:
     """Nobody who counted has rows: but one who came late may, and only a step of weight 0 has waited for all. (CASE 18)"""
+    for backups, weight, more in [(0, 2.0, False), (1, 2.0, True), (1, 0.0, False)]:
 
-    class Last(Scripted):
-        def push(self, update: Tensor, weight_: float, bits: int, **_: Any) -> Pushed:
-            return Pushed(applied=True, answer=update.clone(), weight=weight, bits=0)
+        class Last(Scripted):
+            def push(self, update: Tensor, *_: Any, weight: float = weight, **__: Any) -> Pushed:
+                return Pushed(applied=True, answer=update.clone(), weight=weight, bits=0)
 
-    worker, strategy = Worker(server=Last([])), Quorum(backups=backups)  # type: ignore[arg-type]
-    replica = branches(worker)
-    state = plain.started(strategy, replica, worker)
-    replica.backward(None)
-    assert strategy.exchange(replica, worker, state).rows_left is more
+        worker, strategy = Worker(server=Last([])), Quorum(backups=backups)  # type: ignore[arg-type]
+        replica = branches(worker)
+        state = plain.started(strategy, replica, worker)
+        replica.backward(None)
+        assert strategy.exchange(replica, worker, state).rows_left is more, (backups, weight)
 
 
 def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick() -> None:
     """Whoever is dropped: 3 workers at different slopes, of which the first two of each step count."""
 
     def program(hand: Hand) -> list[float]:
-        path = []
-        for _ in range(12):
-            hand.tick()
-            path.append(float(hand.x))
-        return path
+        return [(hand.tick(), float(hand.x))[1] for _ in range(12)]
 
     paths = hands("quorum:backups=1", [slope(float(rank + 1)) for rank in range(3)], program)
     assert paths[0] == paths[1] == paths[2]
-    for before, after in zip([0.0, *paths[0]], paths[0], strict=False):
+    for before, after in pairwise([0.0, *paths[0]]):
         assert any(after - before == pytest.approx(-0.1 * mean) for mean in (1.5, 2.0, 2.5))
 
 
-def test_options_that_cannot_be_are_refused() -> None:
+def test_options_states_and_what_it_wants() -> None:
     with pytest.raises(BadInput, match="backups must be a whole number of at least 0"):
         Quorum(backups=-1)
     with pytest.raises(BadInput, match="backups=2 must be less than workers=2: give at most 1"):
         Quorum(backups=2).check_workers(2)
     Quorum(backups=2).check_workers(1)
-
-
-def test_nobody_is_behind_a_checkpoint() -> None:
-    assert QuorumState().merge([QuorumState(behind=3)] * 2, 0, 1).behind == 0
-
-
-def test_what_it_wants() -> None:
     spec = Quorum(backups=1).server()
     assert (spec.rule, spec.options, spec.one_shard) == ("quorum", {"backups": 1}, True)
     assert Quorum().leasing() is None
+    assert QuorumState().merge([QuorumState(behind=3)] * 2, 0, 1).behind == 0  # nobody is behind a checkpoint

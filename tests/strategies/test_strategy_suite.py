@@ -1,4 +1,8 @@
-"""Every strategy passes the conformance suite; and the suite fails strategies that break a promise."""
+"""Every strategy passes the conformance suite; and the suite fails strategies that break a promise.
+
+One spec of each way through a strategy takes the whole suite; a spec that differs from it by an option takes the checks
+that the option touches.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import pytest
 
 from manyhands.comm import threads
+from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies import CATALOGUE, strategy_of
@@ -16,131 +21,164 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Change, State, StepResult
 from manyhands.strategies.local_sgd import LocalSGD
 from manyhands.testing.group_suite import CheckFailed
-from manyhands.testing.strategy_suite import OWN_LOOP_SUITE, SIZES, STRATEGY_SUITE
+from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE, checks_for, in_a_prepared_loop
 from manyhands.worker import Worker
 
-STRATEGIES: dict[
-    str, Sequence[int]
-] = {  # the row that a new strategy adds: its spec, and the numbers of workers it takes
-    "solo": (1,),
-    "allreduce": SIZES,
-    "allreduce:overlap=true": SIZES,
-    "allreduce:combine=adasum": (1, 4),
-    "allreduce:sharded=true": SIZES,
-    "allreduce:compress=topk:0.3": SIZES,
-    "allreduce:compress=qsgd:4": SIZES,
-    "allreduce:compress=powersgd:1": SIZES,
-    "allreduce:compress=bf16": SIZES,
-    "local-sgd:period=3": SIZES,
-    "local-sgd:period=2,optimizer_state=reset,warmup=3": SIZES,
-    "local-sgd:period=end,optimizer_state=kept": SIZES,
-    "gossip": SIZES,
-    "gossip:graph=ring,period=3": SIZES,
-    "gossip:graph=random": SIZES,
-    "gossip:weights=push-sum,period=2": SIZES,
-    "gossip:graph=random,weights=push-sum": SIZES,
-    "gossip:graph=pairs": SIZES,
-    "gossip:graph=pairs,period=2,bound=1": SIZES,
-    "gossip:graph=pairs,period=3,bound=0": SIZES,
-    "diloco": SIZES,
-    "diloco:period=3": SIZES,
-    "diloco:period=2,outer_rate=1.0,outer_momentum=0.0": SIZES,
-    "diloco:period=4,streaming=2": SIZES,
-    "diloco:period=3,streaming=3,overlap=2,mixing=.25": SIZES,
-    "diloco:period=3,streaming=2,overlap=0,mixing=0.0": SIZES,
-    "diloco:via=server": SIZES,
-    "diloco:period=2,via=server,quorum=1,grace=0": SIZES,
-    "diloco:period=3,via=server,quorum=3,bound=1": SIZES,
-    "diloco:period=3,via=server,bound=0": SIZES,
-    "diloco:period=2,compress=topk:0.3": SIZES,
-    "diloco:period=3,compress=powersgd:1": SIZES,
-    "diloco:compress=qsgd:4": SIZES,
-    "diloco:period=3,via=server,compress=onebit": SIZES,
-    "diloco:period=3,via=server,bound=0,compress=powersgd:1": SIZES,
-    "ensemble": SIZES,
-    "downpour": SIZES,
-    "downpour:push_every=2,pull_every=3,warmup=2": SIZES,
-    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=1": SIZES,
-    "downpour:push_every=2,pull_every=3,bound=0": SIZES,
-    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=0": SIZES,
-    "downpour:rule=sgd,outer_rate=.5,outer_momentum=.5,bound=0": SIZES,
-    "downpour:push_every=2,pull_every=3,bound=0,compress=onebit": SIZES,
-    "downpour:compress=qsgd:4": SIZES,
-    "downpour:overlap=true": SIZES,
-    "downpour:push_every=2,pull_every=3,overlap=true,warmup=2": SIZES,
-    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=1,overlap=true": SIZES,
-    "downpour:push_every=2,compress=qsgd:4,overlap=true": SIZES,
-    "agn": SIZES,
-    "agn:window=3,overlap=true,compress=topk:0.3": SIZES,
-    "agn:window=3,bound=0": SIZES,
-    "agn:window=2,bound=0,compress=threshold:1e-3": SIZES,
-    "dynsgd": SIZES,
-    "dynsgd:bound=1,overlap=true": SIZES,
-    "dynsgd:window=2,bound=0": SIZES,
-    "distance": SIZES,
-    "distance:window=2,bound=0": SIZES,
-    "easgd": SIZES,
-    "easgd:period=3,overlap=true": SIZES,
-    "easgd:period=2,bound=0": SIZES,
-    "easgd:period=3,via=group": SIZES,
-    "eamsgd": SIZES,
-    "eamsgd:period=3,bound=0": SIZES,
-    "eamsgd:period=2,via=group": SIZES,
-    "quorum": SIZES,
-    "quorum:backups=1": SIZES,
-    "quorum:compress=int8": SIZES,
-    "quorum:compress=powersgd:1": SIZES,
-    "update-sharing:bound=0": SIZES,
-    "update-sharing:bound=0,density=none,tau=1e-3": SIZES,
-    "update-sharing": SIZES,
-    "hogwild": SIZES,
-}
-EXACT = (
-    "solo",
-    "allreduce",
-    "local-sgd",
-    "gossip",
-    "ensemble",
-    "quorum",
-    "update-sharing",
-    "hogwild",
-)  # one worker is a plain loop
-RACES = ("repeat", "resume", "round_of_nothing")  # which gradients count depends on who is first
+ALL = ""
+TICKS = "consensus finish round_of_nothing worker_without_rows"
+MEMORY = TICKS + " resume"  # of what a worker keeps between ticks: windows, residuals
+PUSHES = "consensus finish pushes"  # of several workers at their own pace
+OWN_PACE = PUSHES + " resume"
 
 
-PAPERS = [
-    pytest.param(s, c, marks=pytest.mark.slow if c == "resume" and ":" in s else ())  # more than a second each
-    for s in STRATEGIES
-    for c in STRATEGY_SUITE
-    if c != "plain_loop" or s.partition(":")[0] in EXACT
-]
+@dataclass(frozen=True)
+class Row:
+    """Why a spec is here, and its checks: all, or those that its options touch."""
+
+    why: str
+    checks: str = ALL
+    own_loop: str | None = None  # the same in a prepared loop; None: it goes another spec's way there
+    sizes: Sequence[int] = SIZES
 
 
-@pytest.mark.parametrize(("spec", "check"), PAPERS)
+STRATEGIES = {  # the row that a new strategy adds
+    "solo": Row("one worker without a group", own_loop=ALL, sizes=(1,)),
+    "allreduce": Row("the mean of gradients", own_loop=ALL),
+    "allreduce:overlap=true": Row(
+        "slices leave during backward", "agreed round_of_nothing worker_without_rows streams resume plain_loop", ALL
+    ),
+    "allreduce:combine=adasum": Row(
+        "another sum, of whole gradients", "agreed round_of_nothing worker_without_rows stop resume", ALL, (1, 4)
+    ),
+    "allreduce:sharded=true": Row(
+        "parts of the optimizer's state", "agreed finish round_of_nothing worker_without_rows repeat resume plain_loop"
+    ),
+    "allreduce:compress=topk:0.3": Row("a codec, with a residual", MEMORY + " plain_loop", ALL),
+    "allreduce:compress=qsgd:4": Row("a codec that draws", "agreed repeat resume"),
+    "allreduce:compress=powersgd:1": Row("a codec with a guess", "agreed round_of_nothing resume"),
+    "allreduce:compress=bf16": Row("a codec that rounds the mean", "agreed round_of_nothing resume"),
+    "local-sgd:period=3": Row("the mean of parameters", own_loop=ALL),
+    "local-sgd:period=2,optimizer_state=reset,warmup=3": Row(
+        "all-reduce at first", "round_of_nothing worker_without_rows streams resume plain_loop", "consensus finish"
+    ),
+    "local-sgd:period=end,optimizer_state=kept": Row(
+        "no exchange before the end", "consensus finish streams stop resume plain_loop"
+    ),
+    "gossip": Row("mixing with a peer", own_loop=ALL),
+    "gossip:graph=ring,period=3": Row("two peers; windows", MEMORY + " streams stop"),
+    "gossip:graph=random": Row("one of three sits out", "consensus round_of_nothing worker_without_rows resume"),
+    "gossip:weights=push-sum,period=2": Row("steps, then mixes", MEMORY + " plain_loop", TICKS),
+    "gossip:graph=random,weights=push-sum": Row("masses differ", "consensus round_of_nothing resume"),
+    "gossip:graph=pairs": Row("pairs at a server, at their own pace", own_loop=ALL),
+    "gossip:graph=pairs,period=2,bound=1": Row("windows; who is ahead waits", OWN_PACE),
+    "gossip:graph=pairs,period=3,bound=0": Row("pairs in step", own_loop="consensus finish"),
+    "diloco": Row("a window that only the end closes", "finish streams stop"),
+    "diloco:period=3": Row("outer steps on means of updates", own_loop=ALL),
+    "diloco:period=4,streaming=2": Row("fragments on their way", own_loop=ALL),
+    "diloco:period=3,streaming=3,overlap=2,mixing=.25": Row("several on their way", MEMORY),
+    "diloco:period=3,streaming=2,overlap=0,mixing=0.0": Row("none on its way", "finish round_of_nothing resume"),
+    "diloco:via=server": Row("a window that only the end closes", PUSHES),
+    "diloco:period=2,via=server,quorum=1,grace=0": Row("rounds at a server, at their own pace", own_loop=ALL),
+    "diloco:period=3,via=server,quorum=3,bound=1": Row("rounds of all; who is ahead waits", PUSHES),
+    "diloco:period=3,via=server,bound=0": Row("outer steps at a server, in step", own_loop="consensus finish"),
+    "diloco:period=2,compress=topk:0.3": Row("a codec, with a residual", MEMORY),
+    "diloco:period=3,compress=powersgd:1": Row("a codec with a guess", "round_of_nothing resume"),
+    "diloco:compress=qsgd:4": Row("a codec that draws, at the end", "finish resume"),
+    "diloco:period=3,via=server,compress=onebit": Row("a codec of pushes", PUSHES),
+    "diloco:period=3,via=server,bound=0,compress=powersgd:1": Row("a codec of pushes, in step", MEMORY),
+    "ensemble": Row("nothing is exchanged", own_loop=ALL),
+    "downpour": Row("pushes at their own pace", own_loop=ALL),
+    "downpour:push_every=2,pull_every=3,warmup=2": Row("pulls within windows", OWN_PACE),
+    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=1": Row("gradients accrue; a bound", OWN_PACE),
+    "downpour:push_every=2,pull_every=3,bound=0": Row("pushes in step", own_loop=ALL),
+    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=0": Row("gradients accrue, in step", MEMORY),
+    "downpour:rule=sgd,outer_rate=.5,outer_momentum=.5,bound=0": Row("a momentum there", "round_of_nothing resume"),
+    "downpour:push_every=2,pull_every=3,bound=0,compress=onebit": Row("a codec of pushes, in step", MEMORY),
+    "downpour:compress=qsgd:4": Row("a codec that draws", PUSHES),
+    "downpour:overlap=true": Row("computes while it exchanges", own_loop=ALL),
+    "downpour:push_every=2,pull_every=3,overlap=true,warmup=2": Row("windows on their way", OWN_PACE),
+    "downpour:push_every=3,pull_every=2,rule=adagrad,bound=1,overlap=true": Row("they are on their way", OWN_PACE),
+    "downpour:push_every=2,compress=qsgd:4,overlap=true": Row("encoded on their way", PUSHES),
+    "agn": Row("windows that are divided", own_loop=ALL),
+    "agn:window=3,overlap=true,compress=topk:0.3": Row("windows on their way, encoded", OWN_PACE, PUSHES),
+    "agn:window=3,bound=0": Row("windows in step"),
+    "agn:window=2,bound=0,compress=threshold:1e-3": Row("a codec that clips residuals", MEMORY),
+    "dynsgd": Row("agn's windows, another rule", "description finish resume pushes"),
+    "dynsgd:bound=1,overlap=true": Row("what a window on its way is based on", OWN_PACE),
+    "dynsgd:window=2,bound=0": Row("in step", MEMORY),
+    "distance": Row("agn's windows, another rule", "description finish resume pushes"),
+    "distance:window=2,bound=0": Row("in step", MEMORY),
+    "easgd": Row("elastic forces at a server", own_loop=ALL),
+    "easgd:period=3,overlap=true": Row("forces on their way", OWN_PACE + " start", PUSHES),
+    "easgd:period=2,bound=0": Row("forces in step", own_loop="consensus finish"),
+    "easgd:period=3,via=group": Row("forces over the group", own_loop=ALL),
+    "eamsgd": Row("a gradient where momentum leads", "description start " + OWN_PACE, "consensus finish pushes"),
+    "eamsgd:period=3,bound=0": Row("in step", MEMORY),
+    "eamsgd:period=2,via=group": Row("over the group", MEMORY + " streams", "consensus finish"),
+    "quorum": Row("the mean of the first gradients", own_loop=ALL),
+    "quorum:backups=1": Row(  # which gradients count depends on who is first
+        "some come too late", "start consensus agreed finish worker_without_rows streams stop", "consensus finish"
+    ),
+    "quorum:compress=int8": Row("a codec of pushes", MEMORY, TICKS),
+    "quorum:compress=powersgd:1": Row("a codec with a guess", "round_of_nothing resume"),
+    "update-sharing:bound=0": Row("messages to all, in step", own_loop=ALL),
+    "update-sharing:bound=0,density=none,tau=1e-3": Row("a fixed threshold", "consensus finish resume"),
+    "update-sharing": Row("messages at their own pace", own_loop=ALL),
+    "hogwild": Row("one memory", own_loop=ALL),
+}  # fmt: skip
+EXACT = ("solo", "allreduce", "local-sgd", "gossip", "ensemble", "quorum", "update-sharing", "hogwild")
+"""One worker is a plain loop."""
+
+
+def applying(spec: str, names: str, *, own_loop: bool = False) -> list[str]:
+    apply = checks_for(strategy_of(spec), plain_loop=spec.partition(":")[0] in EXACT, own_loop=own_loop)
+    assert apply.keys() >= set(names.split()), (spec, names)
+    return names.split() or list(apply)
+
+
+@pytest.mark.parametrize(
+    ("spec", "check"),
+    [
+        pytest.param(spec, check, marks=[pytest.mark.slow] if check == "resume" and row.checks else [])
+        for spec, row in STRATEGIES.items()
+        for check in applying(spec, row.checks)
+    ],
+)
 def test_a_strategy_passes(spec: str, check: str) -> None:
     """CASES 1, 18, 19, 25, 27"""
-    sizes = (1,) if spec == "quorum:backups=1" and check in RACES else STRATEGIES[spec]
-    STRATEGY_SUITE[check](strategy_of(spec), sizes=sizes)
+    STRATEGY_SUITE[check](strategy_of(spec), sizes=STRATEGIES[spec].sizes)
 
 
-OWN_LOOPS = [
-    pytest.param(s, c, marks=pytest.mark.slow if ":" in s else ())
-    for s in STRATEGIES
-    for c in OWN_LOOP_SUITE
-    if s != "allreduce:sharded=true" and (c != "plain_loop" or s.partition(":")[0] in EXACT)
-]
+OWN_LOOPS = {spec: row.own_loop for spec, row in STRATEGIES.items() if row.own_loop is not None}
 
 
-@pytest.mark.parametrize(("spec", "check"), OWN_LOOPS)
+@pytest.mark.parametrize(
+    ("spec", "check"), [(s, c) for s, checks in OWN_LOOPS.items() for c in applying(s, checks, own_loop=True)]
+)
 def test_a_strategy_passes_in_a_loop_of_ones_own(spec: str, check: str) -> None:
-    sizes = (1,) if spec == "quorum:backups=1" and check in RACES else STRATEGIES[spec]
-    OWN_LOOP_SUITE[check](strategy_of(spec), sizes=sizes)
+    with in_a_prepared_loop():
+        STRATEGY_SUITE[check](strategy_of(spec), sizes=STRATEGIES[spec].sizes)
 
 
 def test_every_strategy_of_the_catalogue_has_a_row() -> None:
     """But those that train kernels alone: test_rotate_integration.py."""
     of_kernels = {name for name in CATALOGUE if strategy_of(name).needs.kernel}
     assert {spec.partition(":")[0] for spec in STRATEGIES} == set(CATALOGUE) - of_kernels
+
+
+def test_a_check_that_does_not_apply_says_so() -> None:
+    in_step, own_pace = strategy_of("allreduce"), strategy_of("downpour")
+    assert {"streams", "stop", "resume"} <= checks_for(in_step).keys() < checks_for(in_step, plain_loop=True).keys()
+    assert checks_for(in_step, plain_loop=True).keys() == STRATEGY_SUITE.keys() - {"pushes"}
+    assert {"pushes", "resume"} <= checks_for(own_pace).keys() <= STRATEGY_SUITE.keys() - {"streams", "stop", "agreed"}
+    assert "pushes" not in checks_for(strategy_of("hogwild"))
+    assert not {"description", "stop", "resume"} & checks_for(in_step, own_loop=True).keys()
+    for strategy in (in_step, own_pace, strategy_of("hogwild")):
+        for name in STRATEGY_SUITE.keys() - checks_for(strategy, plain_loop=True).keys():
+            with pytest.raises(BadInput, match="does not apply to"):
+                STRATEGY_SUITE[name](strategy)
+    with pytest.raises(BadInput, match="only runs of one worker are reproducible"):
+        STRATEGY_SUITE["resume"](own_pace, sizes=(3,))
 
 
 class _OwnStart(AllReduce):

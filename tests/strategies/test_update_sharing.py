@@ -44,17 +44,17 @@ def trained(hand: Hand) -> dict[str, Tensor]:
     return {**met, "end": hand.x.clone(), "left": hand.state.residual, "steps": hand.replica.named(steps)["w"]}
 
 
-@pytest.mark.parametrize("options", [{}, {"bound": 0}, {"density": 0.5}, {"density": None, "tau": 0.01}])
-def test_all_updates_and_residuals_are_all_steps(options: dict[str, Any]) -> None:
+def test_all_updates_and_residuals_are_all_steps() -> None:
     losses = [quadratic(WIDE, [1.0 + rank] * 6) for rank in range(4)]
-    found = hands(Counting(**options), losses, trained, start=[0.0] * 6, rate=0.02)
-    steps, residuals = (sum(one[name] for one in found) for name in ("steps", "residual"))
-    assert residuals.abs().max() > 1e-4
-    for one in found:
-        assert (one["x"] + residuals - steps).abs().max() <= 1e-12
-        assert (one["end"] - steps).abs().max() <= 1e-12
-        assert not one["left"].any()
-        assert torch.equal(one["end"], found[0]["end"])
+    for options in ({}, {"bound": 0}, {"density": 0.5}, {"density": None, "tau": 0.01}):
+        found = hands(Counting(**options), losses, trained, start=[0.0] * 6, rate=0.02)
+        steps, residuals = (sum(one[name] for one in found) for name in ("steps", "residual"))
+        assert residuals.abs().max() > 1e-4, options
+        for one in found:
+            assert (one["x"] + residuals - steps).abs().max() <= 1e-12, options
+            assert (one["end"] - steps).abs().max() <= 1e-12, options
+            assert not one["left"].any(), options
+            assert torch.equal(one["end"], found[0]["end"]), options
 
 
 def test_two_workers_in_step_by_hand() -> None:
@@ -74,19 +74,12 @@ def test_two_workers_in_step_by_hand() -> None:
 
 
 def test_the_threshold_follows_the_density() -> None:
-    """Steps of the same lengths again and again: messages have 1 value of 20, whatever the first threshold was."""
-    n = 200
+    """Steps of the same lengths again and again: messages have 3 values of 100, whatever the first threshold was."""
+    n, warm = 200, 100
     slopes = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
 
-    def loss(model: Any, batch: Any) -> Tensor:
-        return (model.w * slopes).sum()
-
     def program(hand: Hand) -> float:
-        for _ in range(400):
-            hand.tick()
-        before = hand.state.messaging.mailbox.taken[1 - hand.worker.rank]
-        counts = []
-        taken = hand.state.messaging.mailbox.take
+        counts, taken = list[int](), hand.state.messaging.mailbox.take
 
         def counting(until: Any = None) -> Any:
             came = taken(until)
@@ -94,27 +87,14 @@ def test_the_threshold_follows_the_density() -> None:
             return came
 
         hand.state.messaging.mailbox.take = counting
-        for _ in range(400):
+        for _ in range(3 * warm):
             hand.tick()
-        assert before == 400
-        return sum(counts) / len(counts)
+        return sum(counts[warm:]) / len(counts[warm:])
 
-    for tau in (1e-6, 3.0):
-        share = hands(UpdateSharing(bound=0, density=0.03, tau=tau), [loss] * 2, program, start=[0.0] * n)[0] / n
-        assert share == pytest.approx(0.03, rel=0.25)
-
-
-def test_one_worker_quantises_nothing() -> None:
-    def program(hand: Hand) -> Tensor:
-        for _ in range(5):
-            hand.tick()
-        hand.finish()
-        return hand.x
-
-    alone, plain_loop = (
-        hands(spec, [quadratic(WIDE)], program, start=[1.0] * 6)[0] for spec in ("update-sharing", "solo")
-    )
-    assert torch.equal(alone, plain_loop)
+    losses = [lambda model, batch: (model.w * slopes).sum()] * 2
+    for tau in (1e-3, 3.0):
+        share = hands(UpdateSharing(bound=0, density=0.03, tau=tau), losses, program, start=[0.0] * n)[0] / n
+        assert share == pytest.approx(0.03, rel=0.25), tau
 
 
 def test_a_step_that_is_not_finite_is_no_update() -> None:
@@ -126,25 +106,19 @@ def test_a_step_that_is_not_finite_is_no_update() -> None:
         hands("update-sharing:bound=0", [slope(1e9)] * 2, program)
 
 
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [
-        ("update-sharing:density=0", "density must be a number above 0 and at most 1"),
-        ("update-sharing:density=1.5", "density must be a number above 0 and at most 1"),
-        ("update-sharing:tau=0", "tau must be a number above 0"),
-        ("update-sharing:density=none", "give tau, such as tau=0.001"),
-        ("update-sharing:bound=2", "use downpour:bound=2"),
-        ("update-sharing:bound=0,warmup=3", "bound=0 keeps all in step"),
-    ],
-)
-def test_options_that_cannot_be(spec: str, problem: str) -> None:
-    with pytest.raises(BadInput, match=problem):
-        strategy_of(spec)
-
-
-def test_workers_may_not_be_lost(local: Local) -> None:
+def test_options_that_cannot_be() -> None:
+    for options, problem in [
+        ("density=0", "density must be a number above 0 and at most 1"),
+        ("density=1.5", "density must be a number above 0 and at most 1"),
+        ("tau=0", "tau must be a number above 0"),
+        ("density=none", "give tau, such as tau=0.001"),
+        ("bound=2", "use downpour:bound=2"),
+        ("bound=0,warmup=3", "bound=0 keeps all in step"),
+    ]:
+        with pytest.raises(BadInput, match=problem):
+            strategy_of(f"update-sharing:{options}")
     with pytest.raises(BadInput, match="some have applied and others have not"):
-        mh.train(plain.task(), engine=local, workers=2, strategy="update-sharing", survive="max_losses=1")
+        mh.train(plain.task(), workers=2, strategy="update-sharing", survive="max_losses=1")
 
 
 @pytest.mark.parametrize("engine", ["local", "sim"])
@@ -167,13 +141,13 @@ def test_resumed_by_another_number_of_workers_nothing_is_lost() -> None:
     assert all(one.messaging is before.messaging for one, before in zip(merged, own, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_run_goes_on_from_its_checkpoint(local: Local, tmp_path: Path, workers: int) -> None:
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """With as many workers as before, and with others."""
-    options = {"engine": local, "strategy": "update-sharing:bound=0,density=0.05", "checkpoint_every": 2}
-    whole = mh.train(plain.task(epochs=3), workers=2, run_dir=tmp_path / "whole", **options)
-    mh.train(plain.task(epochs=1), workers=2, run_dir=tmp_path / "part", **options)
-    run = mh.train(plain.task(epochs=3), workers=workers, run_dir=tmp_path / "part", resume=True, **options)
-    assert run.rows["total"] == whole.rows["total"]
-    assert run.metrics.keys() == whole.metrics.keys()
+    options = {"engine": "sim", "strategy": "update-sharing:bound=0,density=0.05", "checkpoint_every": 2}
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        mh.train(plain.task(epochs=1), workers=2, run_dir=folder, **options)
+        run = mh.train(plain.task(epochs=3), workers=workers, run_dir=folder, resume=True, **options)
+        assert run.rows["total"] == 3 * 39
+        if workers == 2:
+            assert run.parameters.equal(mh.train(plain.task(epochs=3), workers=2, **options).parameters)

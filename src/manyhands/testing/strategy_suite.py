@@ -1,15 +1,15 @@
 """The conformance suite of strategies: the guarantees of `Strategy`, as checks for any implementation.
 
-    for name, check in STRATEGY_SUITE.items():
+    for name, check in checks_for(strategy).items():
         check(strategy)                  # or check(strategy, sizes=(1,)) for a strategy of one worker
 
 A check raises CheckFailed. Workers are threads with a tiny float64 model, AdamW, rows from seeds, and a clock that
 counts ticks, so results are the same on every machine. Each rank starts with different parameters, and some ticks have
-fewer rows than workers. If the strategy needs a server, it runs in this process. Strategies that do not guarantee
-`plain_loop` leave that check out.
+fewer rows than workers. If the strategy needs a server, it runs in this process.
 
-If every worker goes at its own pace (`leasing()` is not None), runs of several workers are not reproducible. Then
-`repeat` and `resume` run with one worker, and checks of ticks that all workers make do not run.
+`checks_for` leaves out what a strategy does not promise. If every worker goes at its own pace (`leasing()` is not
+None), runs of several workers are not reproducible: `repeat` and `resume` run with one worker, and checks of ticks that
+all workers make do not apply. A check that is called where it does not apply raises BadInput.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
 from manyhands.comm import threads
 from manyhands.data.sharding import slice_of
+from manyhands.errors import BadInput
 from manyhands.own_loop.session import Pair, Session
 from manyhands.replica.control_bits import MORE, STOP
 from manyhands.replica.replica import Replica
@@ -47,6 +48,8 @@ ROWS = (6, 5, 2, 7, 1, 6, 4, 3, 8, 5, 2)
 """Of the global batch of each tick."""
 EXTRA_TICKS = 40
 """Ticks after the last row, or after a stop, within which all ranks must know of it."""
+RESUMED_AFTER = (1, 2, 3, 5, len(ROWS) - 1)
+"""Ticks after which `resume` saves: within the first windows, between two, and before the last tick."""
 SECONDS_A_TICK = 0.4
 """Of the clock. A strategy that exchanges control bits once a second does so every other tick."""
 SIZES = (1, 3)
@@ -253,13 +256,22 @@ class StrategyCheck(Protocol):
 
 
 def _reproducible_sizes(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
-    """The numbers of workers with which a run has the same bits each time."""
-    return sizes if strategy.leasing() is None else [size for size in sizes if size == 1]
+    """The numbers of workers with which a run has the same bits each time; BadInput where it is none of `sizes`."""
+    if strategy.leasing() is None:
+        return sizes
+    _require(1 in sizes, strategy, "every worker goes at its own pace, so only runs of one worker are reproducible")
+    return (1,)
 
 
 def _lockstep_sizes(strategy: Strategy, sizes: Sequence[int]) -> Sequence[int]:
-    """The numbers of workers with which all make the same ticks, empty ones included."""
-    return sizes if strategy.leasing() is None else []
+    """`sizes`; BadInput unless all workers make the same ticks, empty ones included."""
+    _require(strategy.leasing() is None, strategy, "every worker goes at its own pace")
+    return sizes
+
+
+def _require(applies: bool, strategy: Strategy, why: str) -> None:
+    if not applies:
+        raise BadInput(f"this check does not apply to {strategy}: {why}; checks_for(strategy) has those that apply")
 
 
 def check_description(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
@@ -404,24 +416,35 @@ def check_worker_without_rows(strategy: Strategy, sizes: Sequence[int] = SIZES) 
         expect_same_on_all(ends, strategy, "the consensus with empty ticks on the last rank")
 
 
+def _first_tick(trainer: StrategyWorker, heard: dict[int, int], run: Callable[[int], bool], ticks: int) -> int | None:
+    """The first tick at which `run` is True on this rank; ends when it was on all ranks, each of which is in `heard`."""
+    for tick in range(ticks):
+        if run(tick):
+            heard.setdefault(trainer.worker.rank, tick)
+        trainer.barrier()
+        if sum(first <= tick for first in list(heard.values())) == trainer.worker.size:  # others may be a tick ahead
+            break
+    return heard.get(trainer.worker.rank)
+
+
 def check_streams(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
     """Streams of 3, 7, 11, … batches: all ranks learn at the same tick that no rank has rows left. (CASE 18)
 
     In lockstep only.
     """
 
-    def program(trainer: StrategyWorker) -> list[bool]:
+    def program(trainer: StrategyWorker) -> int | None:
         mine, longest = (3 + 4 * rank for rank in (trainer.worker.rank, trainer.worker.size - 1))
-        return [
-            trainer.run_tick(
-                global_batch(tick) if tick < mine else None, idle=mine <= tick < longest, more=tick + 1 < mine
-            )
-            for tick in range(longest + EXTRA_TICKS)
-        ]
+
+        def run(tick: int) -> bool:
+            batch = global_batch(tick) if tick < mine else None
+            return not trainer.run_tick(batch, idle=mine <= tick < longest, more=tick + 1 < mine)
+
+        return _first_tick(trainer, ended, run, longest + EXTRA_TICKS)
 
     for size in _lockstep_sizes(strategy, sizes):
-        ends = [answers.index(False) if False in answers else None for answers in run_workers(strategy, size, program)]
-        last = 3 + 4 * (size - 1) - 1
+        ended: dict[int, int] = {}
+        ends, last = run_workers(strategy, size, program), 3 + 4 * (size - 1) - 1
         expect_one_tick(ends, last, f"{strategy} on {size} workers: the last rows were of tick {last}; first False at")
 
 
@@ -430,11 +453,12 @@ def check_stop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
     def program(trainer: StrategyWorker) -> int | None:
         last = trainer.worker.rank == trainer.worker.size - 1
-        for tick in range(5 + EXTRA_TICKS):
+
+        def run(tick: int) -> bool:
             trainer.run_tick(global_batch(tick), stop=last and tick >= 5)
-            if trainer.replica.control.received & STOP:
-                received.setdefault(trainer.worker.rank, tick)
-        return received.get(trainer.worker.rank)
+            return bool(trainer.replica.control.received & STOP)
+
+        return _first_tick(trainer, received, run, 5 + EXTRA_TICKS)
 
     for size in _lockstep_sizes(strategy, sizes):
         received: dict[int, int] = {}
@@ -451,15 +475,15 @@ def check_repeat(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 
 def check_resume(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
-    """A run that is resumed from a checkpoint after any tick ends with the bits of an uninterrupted one. (CASE 19)
+    """A run that is resumed from a checkpoint ends with the bits of an uninterrupted one. (CASE 19)
 
-    Of one worker, if each goes at its own pace.
+    Of one worker, if each goes at its own pace. Checkpoints: after each of RESUMED_AFTER.
     """
 
     def written(trainer: StrategyWorker) -> list[Checkpoint]:
         saved = []
-        for tick in range(1, len(ROWS)):
-            trainer.train(1)
+        for tick in RESUMED_AFTER:
+            trainer.train(tick - trainer.tick)
             strategy.settle(trainer.replica, trainer.worker, trainer.state)
             tensors, values = run_state.capture(trainer.replica, trainer.state, {"total": None})
             trainer.barrier()
@@ -512,7 +536,9 @@ def check_pushes(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
             pushes += pushed
         return pushes, trainer.replica.step
 
-    for size in sizes if strategy.leasing() is not None and strategy.server() is not None else []:
+    served = strategy.leasing() is not None and strategy.server() is not None
+    _require(served, strategy, "only workers at their own pace push one version each")
+    for size in sizes:
         idle = size - 1 if size > 1 else None
         all_pushes = [push for pushes, _ in run_workers(strategy, size, program) for push in pushes]
         versions = sorted(push[0] if push else -1 for push in all_pushes)
@@ -544,9 +570,25 @@ def check_plain_loop(strategy: Strategy, sizes: Sequence[int] = SIZES) -> None:
 
 
 STRATEGY_SUITE: dict[str, StrategyCheck] = checks_of(globals())
-"""All checks by name, in the order in which they are written above."""
+"""All checks by name, in the order in which they are written above. `checks_for` has those that apply to a strategy."""
 
+_OF_LOCKSTEP = ("agreed", "round_of_nothing", "worker_without_rows", "streams", "stop")
 _OF_TRAIN_ALONE = ("description", "streams", "stop", "resume")  # an own loop ends, stops and saves by itself
+
+
+def checks_for(strategy: Strategy, *, plain_loop: bool = False, own_loop: bool = False) -> dict[str, StrategyCheck]:
+    """The checks of STRATEGY_SUITE that apply to `strategy`, by name.
+
+    plain_loop: one worker of the strategy promises to be a plain PyTorch loop, bit for bit.
+    own_loop: the checks train in a loop of the user's own (`mh.prepare`) instead of on that of `mh.train`.
+    """
+    others = set(() if strategy.leasing() is None else _OF_LOCKSTEP) | set(_OF_TRAIN_ALONE if own_loop else ())
+    if strategy.leasing() is None or strategy.server() is None:
+        others.add("pushes")
+    if not plain_loop:
+        others.add("plain_loop")
+    apply = {name: check for name, check in STRATEGY_SUITE.items() if name not in others}
+    return {name: _prepared(check) for name, check in apply.items()} if own_loop else apply
 
 
 def _prepared(check: StrategyCheck) -> StrategyCheck:
@@ -555,9 +597,3 @@ def _prepared(check: StrategyCheck) -> StrategyCheck:
             check(strategy, sizes)
 
     return examine
-
-
-OWN_LOOP_SUITE: dict[str, StrategyCheck] = {
-    name: _prepared(check) for name, check in STRATEGY_SUITE.items() if name not in _OF_TRAIN_ALONE
-}
-"""The same checks of the same strategy in a prepared loop."""
