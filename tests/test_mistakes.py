@@ -88,10 +88,9 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", FIELDS)
-def test_a_field_of_a_task(mistake: str) -> None:
-    fields, says = FIELDS[mistake]
-    one_line(says, lambda: task(**fields))
+def test_a_field_of_a_task() -> None:
+    for fields, says in FIELDS.values():
+        one_line(says, partial(task, **fields))
 
 
 def test_a_schedulers_class_whose_second_argument_is_the_number_of_steps_is_right() -> None:
@@ -121,12 +120,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="cuda:1 is there")
-@pytest.mark.parametrize("mistake", OPTIONS)
-def test_an_option_of_train(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options, says = OPTIONS[mistake]
-    one_line(says, lambda: train(**({"run_dir": tmp_path / "runs" / "first"} | options)))
-    assert not list(tmp_path.iterdir())
+    for options, says in OPTIONS.values():
+        one_line(says, partial(train, **({"run_dir": tmp_path / "runs" / "first"} | options)))
+        assert not list(tmp_path.iterdir()), says
 
 
 RETURNS: dict[str, tuple[dict[str, Any], str]] = {
@@ -160,12 +158,11 @@ RETURNS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", RETURNS)
-def test_what_a_function_of_the_task_returns(mistake: str, tmp_path: Path) -> None:
+def test_what_a_function_of_the_task_returns(tmp_path: Path) -> None:
     """It is known once a worker calls it. The run directory is gone, and the next try may use its name."""
-    fields, says = RETURNS[mistake]
-    one_line(says, lambda: train(task(**fields), run_dir=tmp_path / "runs" / "first"))
-    assert not list(tmp_path.iterdir())
+    for fields, says in RETURNS.values():
+        one_line(says, partial(train, task(**fields), run_dir=tmp_path / "runs" / "first"))
+        assert not list(tmp_path.iterdir()), says
 
 
 def test_what_is_refused_by_workers_leaves_no_directory_either(tmp_path: Path) -> None:
@@ -248,7 +245,6 @@ def judged(values: list[float]) -> Callable[[nn.Module, Any], dict[str, Any]]:
     return lambda model, batch: {"loss": next(left), "score": torch.tensor(0.0)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_reduce_on_plateau_steps_at_each_validation(workers: int) -> None:
     """By hand: the metric gets worse twice, so the rate is halved twice; a step of a step-wise schedule makes none."""
@@ -315,7 +311,6 @@ def trains(steps: Callable[[], int]) -> None:
         optimizer.step()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_unequal_steps_say_which_program_ended_and_where_the_other_is(shorter: int) -> None:
     def unequal() -> None:
@@ -413,7 +408,6 @@ def test_servers_of_a_strategy_without_one(caplog: pytest.LogCaptureFixture) -> 
     assert "servers=3 has no effect: strategy allreduce has no parameter server" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_period_that_is_never_due_is_a_warning() -> None:
     run = train(workers=2, strategy="local-sgd:period=100", max_steps=3)
     assert "period=100 of strategy local-sgd is more than the 3 steps" in run.info["warnings"][0]
@@ -515,9 +509,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("tasks", None)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_task_is_named_by(name: str, folder: Path) -> None:
-    one_line(NAMES[name], lambda: mh.train(name))
+def test_what_a_task_is_named_by(folder: Path) -> None:
+    for name, says in NAMES.items():
+        one_line(says, partial(mh.train, name))
 
 
 def test_options_of_a_tasks_function_and_fields_of_its_task(folder: Path) -> None:
@@ -530,19 +524,16 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(commands.app, list(words), prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_one_command_for_another(folder: Path) -> None:
+    for words, says in (
         ("run tasks.py:task", "a task in a file is for `manyhands train tasks.py:task`"),
         ("run tasks", "did you mean tasks.py"),
         ("estimate tasks.py:task", "manyhands calibrate tasks.py:task"),
-    ],
-)
-def test_one_command_for_another(words: str, says: str, folder: Path) -> None:
-    done = command(*words.split())
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert says in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    ):
+        done = command(*words.split())
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert says in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_options_behind_a_script_are_its_own_and_told(folder: Path) -> None:
@@ -585,12 +576,11 @@ def looped(passes: int = 1, loader: Any = None, before: Callable[..., None] = la
     return model
 
 
-def refused(says: str, program: Callable[[], Any], kind: type[Exception] = mh.BadInput) -> None:
+def refused(says: str, program: Callable[[], Any], kind: type[Exception] = mh.BadInput, engine: str = "sim") -> None:
     with pytest.raises(kind, match=says):
-        mh.launch(program, workers=2)
+        mh.launch(program, workers=2, engine=engine)
 
 
-@pytest.mark.slow
 def test_a_random_split_that_differs_by_worker_is_refused() -> None:
     def split() -> None:
         order = list(range(32))
@@ -609,7 +599,7 @@ def test_a_rate_that_differs_by_worker_is_named_at_the_end_of_the_pass() -> None
     def rates(model: nn.Module, optimizer: Any, epoch: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 if mh.worker().rank == 0 or not epoch else 0.05
 
-    refused("lr is 0.05 there and 0.1", lambda: looped(2, before=rates), mh.ManyhandsError)
+    refused("lr is 0.05.*0.1", lambda: looped(2, before=rates), mh.ManyhandsError)
 
 
 def test_a_model_that_one_worker_loads_is_named_at_the_end_of_the_pass() -> None:
@@ -617,7 +607,7 @@ def test_a_model_that_one_worker_loads_is_named_at_the_end_of_the_pass() -> None
         if mh.is_first():
             model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
 
-    refused("drifted apart", lambda: looped(before=loads), mh.ManyhandsError)
+    refused("parameters of worker 1.* are off|drifted apart", lambda: looped(before=loads), mh.ManyhandsError)
 
 
 def warnings_of(program: Callable[[], Any]) -> list[str]:
@@ -680,14 +670,14 @@ def test_a_models_dtype_changes_after_prepare() -> None:
         model.double()
 
     given = loader_of(TensorDataset(ROWS[0].double(), ROWS[1]))
-    refused("must come before training begins", lambda: looped(loader=given, before=doubles))
+    refused("before training begins", lambda: looped(loader=given, before=doubles))
 
 
 def test_init_process_group_is_left_out() -> None:
     def joins() -> None:
         torch.distributed.init_process_group("gloo")
 
-    refused("Leave init_process_group out", joins, mh.WorkerFailed)
+    refused("Leave init_process_group out", joins, mh.WorkerFailed, engine="local")
 
 
 def test_lbfgs_steps_alone_as_in_a_plain_loop() -> None:
@@ -713,7 +703,6 @@ def test_lbfgs_steps_alone_as_in_a_plain_loop() -> None:
     refused("step.closure. evaluates the model several times", lambda: trained(mh.prepare))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3"])
 def test_parameters_that_are_unfrozen_midway_train_as_on_one_worker(strategy: str) -> None:
     """In float64: two workers equal one to rounding under allreduce, and hold one model under any strategy."""
@@ -733,7 +722,7 @@ def test_parameters_that_are_unfrozen_midway_train_as_on_one_worker(strategy: st
                 optimizer.step()
         return [float(number) for p in model.parameters() for number in p.detach().reshape(-1)]
 
-    (one,), both = mh.launch(trained, workers=1), mh.launch(trained, workers=2)
+    (one,), both = mh.launch(trained, workers=1), mh.launch(trained, workers=2, engine="sim")
     assert both[0] == both[1]
     if strategy == "allreduce":
         assert both[0] == pytest.approx(one, abs=1e-10)
@@ -761,18 +750,16 @@ def test_mean_of_a_number_over_the_workers() -> None:
         return [mh.mean(1.0 + rank), mh.mean(rank, weight=3 - 2 * rank), tensor.tolist(), str(tensor.dtype), nothing]
 
     expected = [1.5, 0.25, [pytest.approx(2 / 3), 2.0], "torch.float32", 2.5]
-    assert mh.launch(means, workers=2) == [expected, expected]
+    assert mh.launch(means, workers=2, engine="sim") == [expected, expected]
     assert mh.mean(3) == 3
     one_line("takes a number or a tensor, not '3'", lambda: mh.mean("3"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [("solo", "solo"), ("quorum:backups=2", "give at most 1"), ("allreduce:combine=sum", "mean or adasum")],
-)
 def test_a_strategy_that_so_many_workers_cannot_run_is_refused_before_the_script_begins(
-    local: Local, strategy: str, message: str, tmp_path: Path
+    local: Local, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')\n")
-    one_line(message, lambda: run_script(script, workers=2, strategy=strategy, engine=local))
+    wrong = {"solo": "solo", "quorum:backups=2": "give at most 1", "allreduce:combine=sum": "mean or adasum"}
+    for strategy, says in wrong.items():
+        one_line(says, partial(run_script, script, workers=2, strategy=strategy, engine=local))

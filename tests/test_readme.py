@@ -62,13 +62,8 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
             exec(compile(padded, str(page), "exec", dont_inherit=True), namespace)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (title(page) != "docs/command-line.md"), id=title(page))
-        for page in pages_with("bash")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("bash"), ids=title)
 def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of README's own script have a test of their own."""
     monkeypatch.chdir(tmp_path)
