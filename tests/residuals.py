@@ -14,7 +14,6 @@ from manyhands.replica.replica import Replica
 from manyhands.strategies import compression, strategy_of
 from manyhands.worker import Worker
 
-MANY = 2000
 Sums = tuple[Tensor, Tensor, Tensor]
 """What was applied and all own gradients, added up, and what waits."""
 

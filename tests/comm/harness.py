@@ -15,18 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import channels_of, close, mesh, ring
 
 from manyhands.comm.group import Group
-from manyhands.comm.shared_memory.group import (
-    Arena,
-    SharedMemory,
-    SharedMemoryGroup,
-    create_arena,
-    create_table,
-)
+from manyhands.comm.hierarchical import HierarchicalGroup
+from manyhands.comm.shared_memory.group import Arena, SharedMemory, SharedMemoryGroup, create_arena, create_table
 from manyhands.comm.torch_group import TorchGroup
 
 Program = Callable[[Group], Any]
+Programs = Program | dict[str, Program]
 
 
 @dataclass
@@ -39,23 +36,123 @@ class Outcome:
     text: str = ""
 
 
-def on_shared_memory(size: int, program: Program, *, deadline_s: float = 60, **options: Any) -> list[Outcome]:
-    """Run `program(group)` on `size` processes that share memory."""
-    memory = SharedMemory.create(size)
-    pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(size)]
+Outcomes = Any
+"""A list of all ranks' outcomes; of several programs {name: list}."""
+
+
+def on_shared_memory(size: int, programs: Programs, *, deadline_s: float = 60, **options: Any) -> Outcomes:
+    """Run `programs` on `size` processes that share memory, each with a group of its own."""
+    named = _named(programs)
+    memory = [SharedMemory.create(size) for _ in named]
+    pipes = [[os.pipe2(os.O_CLOEXEC) for _ in range(size)] for _ in named]
+    options.setdefault("hosts", _hosts(size))
 
     def run(rank: int) -> Any:
-        hosts = [f"host-{peer}" for peer in range(size)]
-        group = SharedMemoryGroup(rank, size, memory, lifelines=pipes, hosts=hosts, **options)
+        return _in_turn(
+            named, lambda number: SharedMemoryGroup(rank, size, memory[number], lifelines=pipes[number], **options)
+        )
+
+    def let_go() -> None:
+        _close([fd for fds in memory for fd in fds], [pipe for ends in pipes for pipe in ends])
+        memory.clear()
+        pipes.clear()
+
+    return _each(programs, forked(size, run, deadline_s, then=let_go))
+
+
+def on_ring(size: int, programs: Programs, *, deadline_s: float = 60, mailboxes: int = 0, **options: Any) -> Outcomes:
+    """Run `programs` on `size` processes that are linked by socket pairs, each with a group of its own.
+
+    mailboxes: how many a group may open, each with sockets of its own.
+    """
+    named = _named(programs)
+    links, more = [mesh(size) for _ in named], [mesh(size) for _ in range(mailboxes)]
+    options.setdefault("hosts", _hosts(size))
+
+    def run(rank: int) -> Any:
+        for sockets in (*links, *more):
+            close(sockets, but=rank)
+        left = iter(more)
+        if mailboxes:
+            options["connect"] = lambda: channels_of(next(left), rank)
+        return _in_turn(named, lambda number: ring(links[number], rank, **options))
+
+    def let_go() -> None:
+        for sockets in (*links, *more):
+            close(sockets)
+
+    return _each(programs, forked(size, run, deadline_s, then=let_go))
+
+
+def on_hosts(
+    layout: Sequence[Sequence[int]],
+    programs: Programs,
+    *,
+    deadline_s: float = 60,
+    with_direct: bool = True,
+    **options: Any,
+) -> Outcomes:
+    """Run `programs` on a process for each rank of the layout: shared memory on each "host", socket pairs between them."""
+    named, size, count = _named(programs), sum(map(len, layout)), len(layout)
+    hosts = _hosts(count)
+    memory = [[SharedMemory.create(len(ranks)) for ranks in layout] for _ in named]
+    pipes = [[[os.pipe2(os.O_CLOEXEC) for _ in ranks] for ranks in layout] for _ in named]
+    leaders, everybody = [mesh(count) for _ in named], [mesh(size) for _ in named]
+
+    def let_go(host: int = -1, local_rank: int = -1, rank: int = -1) -> None:
+        for number in range(len(named)):
+            close(leaders[number], but=host if local_rank == 0 else -1)
+            close(everybody[number], but=rank if with_direct else -1)
+            for other in range(count):
+                if other != host:
+                    _close(memory[number][other], pipes[number][other])
+
+    def run(rank: int) -> Any:
+        host = next(number for number, ranks in enumerate(layout) if rank in ranks)
+        local_rank = layout[host].index(rank)
+        let_go(host, local_rank, rank)
+        names, where = (
+            [ranks[0] for ranks in layout],
+            [hosts[other] for other, ranks in enumerate(layout) for _ in ranks],
+        )
+
+        def group(number: int) -> HierarchicalGroup:
+            shared, ends = memory[number][host], pipes[number][host]
+            local = SharedMemoryGroup(local_rank, len(layout[host]), shared, lifelines=ends, **options)
+            across = ring(leaders[number], host, hosts=hosts, names=names, **options) if local_rank == 0 else None
+            direct = ring(everybody[number], rank, hosts=where, **options) if with_direct else None
+            return HierarchicalGroup(rank, layout, local, across, direct=direct, hosts=hosts)
+
+        return _in_turn(named, group)
+
+    return _each(programs, forked(size, run, deadline_s, then=let_go))
+
+
+def _hosts(count: int) -> list[str]:
+    return [f"host-{number}" for number in range(count)]
+
+
+def _named(programs: Programs) -> dict[str, Program]:
+    return programs if isinstance(programs, dict) else {"": programs}
+
+
+def _in_turn(programs: dict[str, Program], group_of: Callable[[int], Group]) -> dict[str, Outcome]:
+    """What came of each program in this process."""
+    found = {}
+    for number, (name, program) in enumerate(programs.items()):
+        group = group_of(number)
         try:
-            return program(group)
+            found[name] = Outcome(program(group))
+        except BaseException as error:  # noqa: BLE001 - the test gets it
+            found[name] = Outcome(error=error, text=traceback.format_exc())
         finally:
             group.close()
+    return found
 
-    try:
-        return forked(size, run, deadline_s, then=lambda: _close(memory, pipes))
-    finally:
-        _close(memory, pipes)
+
+def _each(programs: Programs, outcomes: list[Outcome]) -> Outcomes:
+    found = {name: [one.value[name] if one.value else one for one in outcomes] for name in _named(programs)}
+    return found if isinstance(programs, dict) else found[""]
 
 
 @dataclass
@@ -103,22 +200,18 @@ def on_arenas(generations: Sequence[Sequence[int]], program: Callable[[Member], 
     return forked(size, run, 60, then=let_go)
 
 
-def on_gloo(
-    size: int, program: Program, folder: Path, *, deadline_s: float = 90, timeout_s: float = 30
-) -> list[Outcome]:
-    """Run `program(group)` on `size` processes over torch.distributed's gloo."""
+def on_gloo(size: int, programs: Programs, folder: Path, *, deadline_s: float = 90, timeout_s: float = 30) -> Outcomes:
+    """Run `programs` on `size` processes over torch.distributed's gloo, each with a group of its own."""
     store = str(folder / f"store-{time.monotonic_ns()}")
 
     def run(rank: int) -> Any:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-        group = TorchGroup(timeout_s=timeout_s)
         try:
-            return program(group)
+            return _in_turn(_named(programs), lambda _: TorchGroup(timeout_s=timeout_s))
         finally:
-            group.close()
             dist.destroy_process_group()
 
-    return forked(size, run, deadline_s)
+    return _each(programs, forked(size, run, deadline_s))
 
 
 def forked(
@@ -193,8 +286,6 @@ def _outcome(text: bytes, status: int) -> Outcome:
     return Outcome(value, error, status, trace)
 
 
-def _close(memory: list[int], pipes: list[tuple[int, int]]) -> None:
+def _close(memory: Sequence[int], pipes: Sequence[tuple[int, int]]) -> None:
     for fd in [*memory, *(end for pipe in pipes for end in pipe)]:
         os.close(fd)
-    memory.clear()
-    pipes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 from manyhands.comm.ring.group import RingGroup
 from manyhands.transport.channel import Channel
@@ -20,12 +21,13 @@ def mesh(size: int) -> Mesh:
     return sockets
 
 
-def ring(sockets: Mesh, rank: int, **options: object) -> RingGroup:
-    """The group of one rank, which takes its sockets."""
-    channels = {
-        peer: Channel(sock, peer=f"worker {peer}", timeout_s=10.0) for peer, sock in sorted(sockets[rank].items())
-    }
-    return RingGroup(rank, len(sockets), channels, **options)  # type: ignore[arg-type]
+def channels_of(sockets: Mesh, rank: int) -> dict[int, Channel]:
+    """One rank's, which takes its sockets."""
+    return {peer: Channel(sock, peer=f"worker {peer}", timeout_s=10.0) for peer, sock in sorted(sockets[rank].items())}
+
+
+def ring(sockets: Mesh, rank: int, **options: Any) -> RingGroup:
+    return RingGroup(rank, len(sockets), channels_of(sockets, rank), **options)
 
 
 def close(sockets: Sequence[dict[int, socket.socket]], but: int = -1) -> None:

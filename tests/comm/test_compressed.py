@@ -1,6 +1,7 @@
 """compressed_mean_ beside the mean of what the codec leaves of each vector, between threads."""
 
-import pytest
+import math
+
 import torch
 
 from manyhands.comm.codecs import Hints, Matrix, codec_of
@@ -8,9 +9,10 @@ from manyhands.comm.compressed import compressed_mean_
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.solo import SoloGroup
 from manyhands.comm.threads import Meeting, ThreadGroup
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import ManyhandsError
 from manyhands.testing.threads import together
-from residuals import MANY, check_feedback, feedback
+from refusals import refused
+from residuals import check_feedback, feedback
 
 TEXTS = ["topk:0.2", "onebit", "threshold:0.5", "powersgd:2", "qsgd:4", "bf16", "int8"]
 GATHERED = [text for text in TEXTS if text not in ("bf16", "powersgd:2")]
@@ -39,24 +41,19 @@ def means(text, weights, bits=0, values=vector):
     return together(len(weights), program)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_mean_of_what_was_sent_on_every_rank(text):
-    """Weighted, in rank order; bits are OR-ed; the same bits everywhere."""
+def test_the_mean_of_what_was_sent_on_every_rank():
+    """Weighted, in rank order; bits are OR-ed; the same bits everywhere; what was sent is what the codec leaves."""
     weights = [1.0, 2.5, 0.5]
-    got = means(text, weights)
-    wanted = naive_mean([own for _, _, own in got], weights)
-    for mean, total, _ in got:
-        assert torch.equal(mean, got[0][0])
-        assert (mean - wanted).abs().max() < 1e-12
-        assert (total.weight, total.bits) == (4.0, 0b111)
-
-
-@pytest.mark.parametrize("text", GATHERED)
-def test_what_was_sent_is_what_the_codec_leaves(text):
-    for rank, (_, _, own) in enumerate(means(text, [1.0, 1.0])):
-        codec = codec_of(text)
-        payload = codec.encode(vector(rank), hints(rank))
-        assert torch.equal(own, codec.decode(payload, N, torch.float64))
+    for text in TEXTS:
+        got = means(text, weights)
+        wanted = naive_mean([own for _, _, own in got], weights)
+        for rank, (mean, total, own) in enumerate(got):
+            assert torch.equal(mean, got[0][0]), text
+            assert (mean - wanted).abs().max() < 1e-12, text
+            assert (total.weight, total.bits) == (4.0, 0b111), text
+            if text in GATHERED:
+                codec = codec_of(text)
+                assert torch.equal(own, codec.decode(codec.encode(vector(rank), hints(rank)), N, torch.float64)), text
 
 
 def test_factors_are_of_the_mean_matrix():
@@ -68,50 +65,41 @@ def test_factors_are_of_the_mean_matrix():
         assert (own - alone).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_rank_of_weight_0_does_not_count_nan_included(text):
-    def values(rank):
+def test_a_rank_of_weight_0_does_not_count_and_without_any_weight_all_stays_as_it_was():
+    def nothing(rank):
         return torch.full((N,), float("nan"), dtype=torch.float64) if rank == 1 else vector(rank)
 
-    got = means(text, [1.0, 0.0, 1.0], values=values)
-    without = means(text, [1.0, 0.0, 1.0])
-    for (mean, total, _), (wanted, _, _) in zip(got, without, strict=True):
-        assert torch.equal(mean, wanted)
-        assert (total.weight, total.bits) == (2.0, 0b111)
-    assert not got[1][2].any() or text == "bf16"  # which keeps there what rounding the mean took away
+    for text in TEXTS:
+        got = means(text, [1.0, 0.0, 1.0], values=nothing)
+        without = means(text, [1.0, 0.0, 1.0])
+        for (mean, total, _), (wanted, _, _) in zip(got, without, strict=True):
+            assert torch.equal(mean, wanted), text
+            assert (total.weight, total.bits) == (2.0, 0b111), text
+        assert not got[1][2].any() or text == "bf16"  # which keeps there what rounding the mean took away
+        for rank, (mean, total, _) in enumerate(means(text, [0.0, 0.0])):
+            assert torch.equal(mean, vector(rank)), text
+            assert (total.weight, total.bits) == (0.0, 0b11), text
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_without_any_weight_all_stays_as_it_was(text):
-    for rank, (mean, total, _) in enumerate(means(text, [0.0, 0.0])):
-        assert torch.equal(mean, vector(rank))
-        assert (total.weight, total.bits) == (0.0, 0b11)
+def test_what_is_not_finite_is_seen_by_all():
+    place = torch.arange(N) == 7
+    for text in TEXTS:
+        for mean, _, _ in means(text, [1.0, 1.0], values=lambda rank: vector(rank).masked_fill(place * rank, math.inf)):
+            assert not mean[7].isfinite(), text
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_is_not_finite_is_seen_by_all(text):
-    def values(rank):
-        mine = vector(rank)
-        mine[7] = float("inf") if rank else 0.0
-        return mine
-
-    for mean, _, _ in means(text, [1.0, 1.0], values=values):
-        assert not mean[7].isfinite()
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_with_one_rank_nothing_is_encoded(text):
-    mine, own, group = vector(0), torch.zeros(N, dtype=torch.float64), SoloGroup()
-    total = compressed_mean_(group, codec_of(text), mine, 2.0, 5, own=own)
-    assert torch.equal(mine, vector(0))
-    assert torch.equal(own, mine)
-    assert (total.weight, total.bits, group.ledger.total_bytes) == (2.0, 5, 0)
+def test_with_one_rank_nothing_is_encoded():
+    for text in TEXTS:
+        mine, own, group = vector(0), torch.zeros(N, dtype=torch.float64), SoloGroup()
+        total = compressed_mean_(group, codec_of(text), mine, 2.0, 5, own=own)
+        assert torch.equal(mine, vector(0)), text
+        assert torch.equal(own, mine), text
+        assert (total.weight, total.bits, group.ledger.total_bytes) == (2.0, 5, 0), text
 
 
 def test_a_weight_that_is_none_is_refused():
     group = ThreadGroup(Meeting(2), 0)
-    with pytest.raises(BadInput, match="finite number of at least 0"):
-        compressed_mean_(group, codec_of("int8"), vector(0), -1.0)
+    refused("finite number of at least 0", compressed_mean_, group, codec_of("int8"), vector(0), -1.0)
 
 
 class Hearing(ThreadGroup):
@@ -150,33 +138,28 @@ def heard(text, weights):
     return together(len(weights), program)
 
 
-@pytest.mark.parametrize("text", GATHERED)
-def test_a_timed_group_hears_of_the_own_payload_before_it_leaves_and_of_all_that_count_after_they_came(text):
-    codec = codec_of(text)
-    sizes = [len(codec.encode(vector(rank) * (rank != 1), hints(rank))) for rank in range(3)]
-    for rank, events in enumerate(heard(text, [1.0, 0.0, 2.0])):
-        came = ("decoded", codec.name, N, sizes[0] + sizes[2], 2)
-        assert events == [("encoded", codec.name, N, sizes[rank]), "all_gather", came]
+def test_a_timed_group_hears_of_its_payload_before_it_leaves_and_of_all_that_count_after_they_came():
+    """Linear codecs decode the mean alone; PowerSGD's second factors, worked out between its two means, are encoding.
+    Nothing is decoded where nobody has weight."""
+    for text in GATHERED:
+        codec = codec_of(text)
+        sizes = [len(codec.encode(vector(rank) * (rank != 1), hints(rank))) for rank in range(3)]
+        for rank, events in enumerate(heard(text, [1.0, 0.0, 2.0])):
+            came = ("decoded", codec.name, N, sizes[0] + sizes[2], 2)
+            assert events == [("encoded", codec.name, N, sizes[rank]), "all_gather", came], text
+    for text, nbytes, count in (("bf16", 2 * N, 1), ("powersgd:2", 8 * (N - 36 + 2 * 12), 2)):
+        name = codec_of(text).name
+        for events in heard(text, [1.0, 1.0, 1.0]):
+            assert events == [("encoded", name, N, nbytes), *["mean_"] * count, ("decoded", name, N, nbytes, 1)], text
+    for text in TEXTS:
+        for events in heard(text, [0.0, 0.0]):
+            assert [event[0] for event in events if event[0] in ("encoded", "decoded")] == ["encoded"], text
 
 
-@pytest.mark.parametrize(("text", "nbytes", "means"), [("bf16", 2 * N, 1), ("powersgd:2", 8 * (N - 36 + 2 * 12), 2)])
-def test_a_timed_group_hears_linear_codecs_decode_the_mean_alone(text, nbytes, means):
-    """PowerSGD's second factors are worked out between its two means, and count as encoding."""
-    codec = codec_of(text).name
-    for events in heard(text, [1.0, 1.0, 1.0]):
-        assert events == [("encoded", codec, N, nbytes), *["mean_"] * means, ("decoded", codec, N, nbytes, 1)]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_nothing_is_decoded_where_nobody_has_weight(text):
-    for events in heard(text, [0.0, 0.0]):
-        assert [event[0] for event in events if event[0] in ("encoded", "decoded")] == ["encoded"]
-
-
-@pytest.mark.parametrize(("weights", "steps"), [([1.0, 1.0], MANY), ([3.0, 1.0, 2.0], 100)])
-def test_with_error_feedback_the_rounding_of_the_mean_waits_too(weights, steps):
-    run = feedback("bf16", weights, steps)
-    check_feedback(together(len(weights), lambda worker: run(worker.group)), weights, steps)
+def test_with_error_feedback_the_rounding_of_the_mean_waits_too():
+    for weights in ([1.0, 1.0], [3.0, 1.0, 2.0]):
+        run = feedback("bf16", weights, 100)
+        check_feedback(together(len(weights), lambda worker, run=run: run(worker.group)), weights, 100)
 
 
 def test_a_rank_without_weight_keeps_what_it_rounded():
@@ -198,9 +181,9 @@ def test_a_share_that_is_small_for_once_does_not_blow_up_the_rounding():
     assert max(together(2, program)) < 0.03
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
+def test_no_other_rank_decides_how_much_memory_is_taken(monkeypatch):
+    gather = ThreadGroup.all_gather_json
+    for word in (
         [1.0, "0", 1 << 50],
         [1.0, "0", -1],
         [1.0, "0", "7"],
@@ -209,13 +192,10 @@ def test_a_share_that_is_small_for_once_does_not_blow_up_the_rounding():
         [1.0, 3, 8],
         [],
         None,
-    ],
-)
-def test_no_other_rank_decides_how_much_memory_is_taken(word, monkeypatch):
-    def forged(group, value):
-        return gather(group, value if group.rank == 0 else word)
+    ):
 
-    gather = ThreadGroup.all_gather_json
-    monkeypatch.setattr(ThreadGroup, "all_gather_json", forged)
-    with pytest.raises(ManyhandsError, match="worker 1 announced"):
-        means("topk:0.2", [1.0, 1.0])
+        def forged(group, value, word=word):
+            return gather(group, value if group.rank == 0 else word)
+
+        monkeypatch.setattr(ThreadGroup, "all_gather_json", forged)
+        refused("worker 1 announced", means, "topk:0.2", [1.0, 1.0], kind=ManyhandsError, case=word)

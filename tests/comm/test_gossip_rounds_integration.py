@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from by_hand import F64, Hand, slope
-from harness import forked, on_shared_memory, values
-from meshes import close, mesh, ring
+from harness import on_ring, on_shared_memory, values
 
 from manyhands.comm.group import Group
 from manyhands.strategies import strategy_of
@@ -39,32 +37,8 @@ def mixed(group: Group) -> list[float]:
     return off
 
 
-def on_ring(size: int, program: Callable[[Group], Any]) -> Any:
-    sockets = mesh(size)
-
-    def run(rank: int) -> Any:
-        close(sockets, but=rank)
-        group = ring(sockets, rank, hosts=[f"host-{peer}" for peer in range(size)], timeout_s=20)
-        try:
-            return program(group)
-        finally:
-            group.close()
-
-    try:
-        return forked(size, run, 60, then=lambda: close(sockets))
-    finally:
-        close(sockets)
-
-
+@pytest.mark.parametrize(("on", "size"), [(on_shared_memory, 3), (on_ring, 4)])
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
-def test_nobody_waits_for_ever_in_shared_memory(size: int) -> None:
-    for off in values(on_shared_memory(size, mixed, timeout_s=20)):
-        assert max(off) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
-def test_nobody_waits_for_ever_over_sockets(size: int) -> None:
-    for off in values(on_ring(size, mixed)):
+def test_nobody_waits_for_ever(on: Any, size: int) -> None:
+    for off in values(on(size, mixed, timeout_s=20)):
         assert max(off) < 1e-12

@@ -1,4 +1,4 @@
-"""The served server passes the conformance suite, through shared memory and through the socket alone."""
+"""The served server passes the conformance suite, through shared memory and through the socket alone, and so does the server in the workers' own process."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -8,26 +8,29 @@ import pytest
 import torch
 from served import channel_to, hosting
 
-from manyhands.errors import BadInput
+from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.client import ServedServer
+from manyhands.server.client import PushJournal, ServedServer
+from manyhands.server.in_process import InProcessServers
 from manyhands.server.protocol import SMALL_BYTES
+from manyhands.server.pushes import Applied, Dropped, Held
 from manyhands.server.store import InvalidCall
 from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
+from refusals import refused
 
 ADD = ServerSpec(rule="add")
 BY_MEMORY_AND_SOCKET = pytest.mark.parametrize("memory_from", [0, -1], ids=["memory", "socket"])
 
 
 @BY_MEMORY_AND_SOCKET
-@pytest.mark.parametrize("check", SERVER_SUITE.values(), ids=SERVER_SUITE)
-def test_conformance(check, memory_from):
+def test_conformance(memory_from):
     @contextmanager
     def open_servers(spec, workers, shards):
         with hosting(spec, workers, shards, memory_from=memory_from) as host:
             yield host.clients
 
-    check(open_servers)
+    for check in SERVER_SUITE.values():
+        check(open_servers)
 
 
 @BY_MEMORY_AND_SOCKET
@@ -81,12 +84,9 @@ def test_what_the_server_refuses_is_raised_here_and_ever_after():
     with hosting(ADD, 2) as host:
         first, second = host.clients
         first.initialize(torch.zeros(5))
-        with pytest.raises(BadInput, match=r"has 5 elements of torch.float32 on this shard; got 4 of torch.float32"):
-            second.pull(torch.empty(4))
-        with pytest.raises(BadInput, match="got 4 of"):
-            second.pull(torch.empty(5))
-        with pytest.raises(InvalidCall, match="it calls `activate` first"):
-            first.push(torch.ones(5))
+        refused("has 5 elements of torch.float32 on this shard; got 4 of torch.float32", second.pull, torch.empty(4))
+        refused("got 4 of", second.pull, torch.empty(5))
+        refused("it calls `activate` first", first.push, torch.ones(5), kind=InvalidCall)
 
 
 def test_time_that_others_take_is_waited_time_and_the_servers_own_is_not():
@@ -104,3 +104,87 @@ def test_time_that_others_take_is_waited_time_and_the_servers_own_is_not():
             waiting.result(20)
         assert fast.waited_s > 0
         assert slow.waited_s == 0
+
+
+def test_the_journal_has_lists_since_the_last_time_and_what_changed_nothing_is_none():
+    """Dropped, or of weight 0: neither made a version, nor does its staleness count."""
+    output = PushJournal()
+    assert output.take() == {}
+    output.pulled([3, 4])
+    output.pushed([Applied(5, 1), Applied(7, 2)], 1.0)
+    output.pushed([Held(6, 0)], 2.0)
+    assert output.take() == {"pulls": [[3, 4]], "pushes": [[5, 7], [6]], "staleness": [2, 0]}
+    assert output.take() == {}
+    output.pushed([Dropped(3)], 1.0)
+    output.pushed([Applied(3, 9)], 0.0)
+    assert output.take() == {"pushes": [None, None], "behind": [0]}
+
+
+# -- in process --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_process(spec, workers, shards):
+    yield InProcessServers(spec, workers, shards, timeout_s=10).clients
+
+
+def test_conformance_in_process():
+    for check in SERVER_SUITE.values():
+        check(in_process)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_lost_worker_holds_nobody_up(bound):
+    """CASE 11: it blocks the others at the bound until it is declared lost, and then no longer."""
+    servers = InProcessServers(ServerSpec(rule="add", bound=bound), 2, 2, timeout_s=10)
+    servers.clients[0].initialize(torch.zeros(4))
+    for client in servers.clients:
+        client.activate()
+    servers.clients[1].push(torch.ones(4))
+    for _ in range(bound):
+        servers.clients[0].tick()
+    with started(servers.clients[0].tick) as waiting:
+        expect_waits(waiting, "a tick ahead of a dead worker")
+        servers.lose(1)
+        waiting.result(10)
+    servers.clients[0].tick()
+    center = torch.zeros(4)
+    servers.clients[0].center(center)
+    assert center.tolist() == [1.0] * 4, "what a worker pushed before it died counts"
+
+
+def test_nobody_waits_for_ever():
+    """Past the deadline, PeerLost names the worker that was waited for, the operation and the tick."""
+    servers = InProcessServers(ServerSpec(rule="add", bound=0), 3, timeout_s=0.01)
+    first = servers.clients[0]
+    refused("server.pull at step 0", first.pull, torch.zeros(1), kind=PeerLost)
+    first.initialize(torch.zeros(1))
+    for client in (first, servers.clients[2]):
+        client.activate()
+    refused("worker 2 on localhost .* in server.tick at step 1", first.tick, kind=PeerLost)
+    assert first.waited_s >= 0.02
+
+
+def test_an_answer_is_the_workers_own():
+    """What a worker does with the quorum's mean is not seen by the others."""
+    servers = InProcessServers(ServerSpec(rule="quorum", bound=16, one_shard=True), 2, timeout_s=10)
+    servers.clients[0].initialize(torch.zeros(2))
+    for client in servers.clients:
+        client.activate()
+    with started(lambda: servers.clients[0].push(torch.ones(2))) as waiting:
+        mine = servers.clients[1].push(torch.ones(2)).answer
+        theirs = waiting.result(10).answer
+    mine.zero_()
+    assert theirs.tolist() == [1.0, 1.0]
+
+
+def test_a_parameter_may_be_pushed_and_pulled_into():
+    """Leaves that require grad are read and filled without autograd noticing."""
+    client = InProcessServers(ServerSpec(rule="add"), 1, 2).clients[0]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    client.initialize(parameter)
+    client.activate()
+    client.push(parameter)
+    client.pull(parameter)
+    assert parameter.tolist() == [2.0] * 3
+    assert parameter.requires_grad

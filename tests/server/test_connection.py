@@ -1,31 +1,48 @@
-"""What a connection answers, frame by frame."""
+"""What a connection answers, frame by frame; and what a worker believes of a shard: nothing that its own vectors do not imply."""
 
 import os
+import socket
+from contextlib import contextmanager
 
 import pytest
 import torch
-from served import hosting
+from served import channel_to, hosting
 
 from manyhands.comm.checks import bits_of
 from manyhands.server.base import ServerSpec
-from manyhands.server.protocol import Kind, VectorPlace, about
+from manyhands.server.client import ServedServer, ShardLost
+from manyhands.server.protocol import Kind, VectorPlace, about, dtype_of
 from manyhands.transport.channel import Channel, ChannelClosed
-from manyhands.transport.frame import Frame, from_json, pack
+from manyhands.transport.frame import Frame, FrameError, from_json, pack, to_json
+from refusals import refused
 
 N = 6
 LIKE = about(torch.zeros(N))
 
 
-@pytest.fixture
-def channel():
-    """To a shard of rule elastic whose center is zero."""
-    with hosting(ServerSpec(rule="elastic", options={"alpha": 0.5}), 1, memory_from=-1) as host:
+@contextmanager
+def opened(**spec):
+    """A channel to a shard whose center is zero."""
+    with hosting(ServerSpec(**spec), 1, memory_from=-1) as host:
         made = Channel(host.pairs[0][0][1], peer="server shard 0", timeout_s=10)
         ask(made, Kind.OFFER, Kind.WANTED, **LIKE)
         ask(made, Kind.GIVE, Kind.DONE, torch.zeros(N))
         ask(made, Kind.ACTIVATE, Kind.DONE)
         yield made
         made.close()
+
+
+@pytest.fixture
+def channel():
+    with opened(rule="elastic", options={"alpha": 0.5}) as made:
+        yield made
+
+
+@pytest.fixture
+def topk():
+    """To a shard that takes pushes of that codec."""
+    with opened(rule="add", compress="topk:0.3") as made:
+        yield made
 
 
 def ask(channel, kind, answer, tensor=None, **fields):
@@ -60,25 +77,6 @@ def test_a_push_that_comes_twice_is_applied_once_and_answered_twice(channel):
     assert torch.equal(center, torch.full((N,), 0.5))
 
 
-def test_a_worker_with_an_outbox_sends_no_updates_through_the_socket(channel):
-    open_memory(channel)
-    channel.send(Frame(kind=Kind.PUSH, sequence=1, weight=1.0), torch.ones(N))
-    with pytest.raises(ChannelClosed):
-        channel.receive()
-
-
-@pytest.fixture
-def topk():
-    """To a shard that takes pushes of codec topk, whose center is zero."""
-    with hosting(ServerSpec(rule="add", compress="topk:0.3"), 1, memory_from=-1) as host:
-        made = Channel(host.pairs[0][0][1], peer="server shard 0", timeout_s=10)
-        ask(made, Kind.OFFER, Kind.WANTED, **LIKE)
-        ask(made, Kind.GIVE, Kind.DONE, torch.zeros(N))
-        ask(made, Kind.ACTIVATE, Kind.DONE)
-        yield made
-        made.close()
-
-
 def topk_payload(*places):
     return torch.cat([torch.ones(2).view(torch.uint8), torch.tensor(places, dtype=torch.int32).view(torch.uint8)])
 
@@ -95,43 +93,39 @@ def test_an_encoded_push_is_decoded_with_and_without_shared_memory(topk):
     assert ask(topk, Kind.PEEK, Kind.CENTER, **LIKE).a == 2
 
 
-@pytest.mark.parametrize(
-    ("payload", "problem"),
-    [
+def test_payloads_that_no_codec_made_are_refused_and_end_the_connection():
+    """Those of a terabyte before memory is taken for them."""
+    for payload, problem in [
         (topk_payload(1, 6), "ascending in range"),
         (topk_payload(4, 1), "ascending in range"),
         (topk_payload(1, 4)[:-1], "16 bytes; 15 bytes arrived"),
         (torch.zeros(4096, dtype=torch.uint8), "16 bytes; 4096 bytes arrived"),
         (torch.ones(4), "got 4 of torch.float32"),
-    ],
-    ids=["outside", "order", "short", "huge", "floats"],
-)
-def test_payloads_that_no_codec_made_are_refused_and_end_the_connection(topk, payload, problem):
-    topk.send(Frame(kind=Kind.ENCODED, sequence=1, weight=1.0), payload)
-    frame = topk.receive()
-    assert frame.kind == Kind.REFUSED
-    assert problem in from_json(frame.blob)["message"]
-    with pytest.raises(ChannelClosed):
-        topk.receive()
+        (None, "16 bytes; 1099511627776 bytes arrived"),
+    ]:
+        with opened(rule="add", compress="topk:0.3") as topk:
+            if payload is None:
+                topk._sock.sendall(pack(Frame(kind=Kind.ENCODED, elements=1 << 40, sequence=1, weight=1.0)))
+            else:
+                topk.send(Frame(kind=Kind.ENCODED, sequence=1, weight=1.0), payload)
+            frame = topk.receive()
+            assert frame.kind == Kind.REFUSED, problem
+            assert problem in from_json(frame.blob)["message"]
+            refused("", topk.receive, kind=ChannelClosed, case=problem)
 
 
-def test_a_payload_of_a_terabyte_is_refused_before_memory_is_taken_for_it(topk):
-    frame = Frame(kind=Kind.ENCODED, elements=1 << 40, sequence=1, weight=1.0)
-    topk.detach().sendall(pack(frame))
-    assert topk.receive().kind == Kind.REFUSED
-
-
-def test_a_server_without_a_codec_takes_no_payload(channel):
+def test_what_a_server_does_not_take(channel):
+    """A payload where there is no codec; an update through the socket of who has an outbox; a vector where none belongs."""
     channel.send(Frame(kind=Kind.ENCODED, sequence=1, weight=1.0), topk_payload(1, 4))
     frame = channel.receive()
     assert frame.kind == Kind.REFUSED
     assert "takes no encoded pushes" in from_json(frame.blob)["message"]
-
-
-def test_a_vector_where_none_belongs_gets_no_answer(channel):
-    channel.send(Frame(kind=Kind.DEACTIVATE), torch.ones(N))
-    with pytest.raises(ChannelClosed):
-        channel.receive()
+    for kind in (Kind.PUSH, Kind.DEACTIVATE):
+        with opened(rule="add") as made:
+            if kind == Kind.PUSH:
+                open_memory(made)
+            made.send(Frame(kind=kind, sequence=1, weight=1.0), torch.ones(N))
+            refused("", made.receive, kind=ChannelClosed, case=kind)
 
 
 def test_a_center_stays_until_it_is_released_or_another_is_read(channel):
@@ -146,3 +140,62 @@ def test_a_center_stays_until_it_is_released_or_another_is_read(channel):
     for sequence in (4, 5):
         ask(channel, Kind.PUSH, Kind.APPLIED, sequence=sequence, weight=1.0)
     assert (first, ask(channel, Kind.PULL, Kind.CENTER, **LIKE).b) == (1, 2)
+
+
+def test_a_request_says_of_which_vectors_it_speaks():
+    assert min(Kind) > 0, "0 is the hellos'"
+    assert max(Kind) < 256
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        frame = Frame(kind=Kind.PULL, **about(torch.zeros(7, dtype=dtype)))
+        assert (frame.a, dtype_of(frame)) == (7, dtype)
+    for wrong in ({"a": -1, "b": 0}, {"a": 7, "b": -1}, {"a": 7, "b": 99}):
+        refused("expected a number of elements", dtype_of, Frame(kind=Kind.PULL, **wrong), kind=FrameError)
+
+
+# -- the other end -----------------------------------------------------------------------------------------------------
+
+
+ONE = {"version": 1}
+
+
+def snapshot(output, *vectors):
+    return [Frame(kind=Kind.SNAPSHOT, blob=to_json(output)), *vectors]
+
+
+def vector(elements=N, dtype=torch.float32):
+    return Frame(kind=Kind.VECTOR, elements=elements, dtype=dtype)
+
+
+def late(output):
+    return [Frame(kind=Kind.LATE, blob=to_json(output))]
+
+
+SNAPSHOTS = {
+    "no JSON": [Frame(kind=Kind.SNAPSHOT, blob=b"{")],
+    "no names": snapshot({"numbers": ONE}),
+    "names that are none": snapshot({"names": [7, "center"], "numbers": ONE}),
+    "a name twice": snapshot({"names": ["center", "center"], "numbers": ONE}),
+    "a thousand names": snapshot({"names": ["center", *map(str, range(1000))], "numbers": ONE}),
+    "no center": snapshot({"names": ["sum"], "numbers": ONE}),
+    "no numbers": snapshot({"names": ["center"], "numbers": []}),
+    "no version": snapshot({"names": ["center"], "numbers": {"version": "1"}}),
+    "more elements": snapshot({"names": ["center"], "numbers": ONE}, vector(1 << 37)),
+    "fewer elements": snapshot({"names": ["center"], "numbers": ONE}, vector(N - 1)),
+    "whole numbers": snapshot({"names": ["center"], "numbers": ONE}, vector(dtype=torch.int64)),
+    "a late worker that is none": late({"worker": "x", "seconds": 1}),
+    "no seconds": late({"worker": 0, "seconds": None}),
+}
+
+
+def test_a_shard_that_answers_nonsense_is_named():
+    """Memory for a vector that never comes must not be taken."""
+    for case, answers in SNAPSHOTS.items():
+        its, mine = socket.socketpair()
+        shard = Channel(its, peer="worker 0", timeout_s=10)
+        client = ServedServer(ServerSpec(rule="add"), [channel_to(0, mine, 10)], hosts=["host-a"], memory_from=-1)
+        shard.send(Frame(kind=Kind.DONE))
+        client.initialize(torch.zeros(N))
+        its.sendall(b"".join(pack(frame) + frame.blob for frame in answers))
+        refused("server shard 0.*expected", client.capture, kind=ShardLost, case=case)
+        client.close()
+        shard.close()

@@ -10,9 +10,8 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.pushes import Applied, Dropped
 from manyhands.server.rules import make_rule
 from manyhands.server.store import Store
-from slow_cases import slow_after
 
-WORKERS, BACKUPS, STEPS = 10, 2, 5000
+WORKERS, BACKUPS, STEPS = 10, 2, 1000
 
 
 class Simulation:
@@ -64,10 +63,10 @@ class Simulation:
         return going
 
 
-@pytest.mark.parametrize(("abandon", "expected"), slow_after(1, [(True, 1.4290), (False, 1.7205)]))
+@pytest.mark.parametrize(("abandon", "expected"), [(True, 1.4290), (False, 1.7205)])
 def test_mean_step_time(abandon, expected):
     """CASE 13: H(10) - H(2) if late workers abandon at once, more if each finishes its stale gradient first.
 
-    A step's time has a standard deviation of .55: a mean of 5,000 is within .031 in all but one of 15,000 seeds.
+    A step's time has a standard deviation of .55: a mean of 1,000 is within .07 in all but one of 15,000 seeds.
     """
-    assert Simulation().mean_step_time(abandon=abandon) == pytest.approx(expected, abs=0.031)
+    assert Simulation().mean_step_time(abandon=abandon) == pytest.approx(expected, abs=0.07)

@@ -10,22 +10,18 @@ from manyhands.errors import ManyhandsError
 from manyhands.server import client, in_process, merging, store
 from manyhands.server.in_process import InProcessServers
 from manyhands.testing import server_suite
-from manyhands.testing.server_suite import SERVER_SUITE
+from manyhands.testing.server_suite import RULE_SUITE, SERVER_SUITE
+from refusals import refused
 
 
 def test_every_check_that_is_written_is_in_the_suite():
-    written = {name for name in vars(server_suite) if name.startswith("check_")}
-    assert {f"check_{name}" for name in SERVER_SUITE} == written
+    names = {*(f"check_{name}" for name in SERVER_SUITE), *(f"rule_{name}" for name in RULE_SUITE)}
+    assert names == {name for name in vars(server_suite) if name.startswith(("check_", "rule_"))}
 
 
 @contextmanager
 def servers(spec, workers, shards):
-    yield InProcessServers(spec, workers, shards, timeout_s=1).clients
-
-
-def break_(monkeypatch, owner, name, broken):
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments, **options: broken(original, *arguments, **options))
+    yield InProcessServers(spec, workers, shards, timeout_s=0.3).clients
 
 
 def last_offer_wins(original, self, center):
@@ -33,12 +29,12 @@ def last_offer_wins(original, self, center):
     return original(self, center)
 
 
-def applies_twice(original, self, worker, sequence, update, weight, bits, since):
-    return original(self, worker, sequence, update * 2, weight, bits, since)
+def applies_twice(original, self, worker, sequence, update, *rest):
+    return original(self, worker, sequence, update * 2, *rest)
 
 
-def counts_weight_zero(original, self, worker, sequence, update, weight, bits, since):
-    return original(self, worker, sequence, update, weight or 1.0, bits, since)
+def counts_weight_zero(original, self, worker, sequence, update, weight, *rest):
+    return original(self, worker, sequence, update, weight or 1.0, *rest)
 
 
 def counts_from_the_last_pull(original, self, worker, sequence, update, weight, bits, since):
@@ -59,10 +55,6 @@ def loses_the_answer(original, self):
 
 def ticks_without_the_gate(original, self, exchange, bits):
     return original(self, exchange, None)
-
-
-def keeps_the_callers_tensor(original, self, push):
-    pass
 
 
 def arrival_order(original, self, ticks, version):
@@ -104,31 +96,36 @@ def does_nothing(original, self, *arguments):
     return None
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "check"),
-    [
-        (store.Store, "initialize", last_offer_wins, "first_offer_wins"),
-        (in_process._Client, "_await_center", does_nothing, "pull_waits_for_the_first_center"),
-        (store.Store, "push", applies_twice, "exactly_once"),
-        (store.Store, "push", counts_weight_zero, "weight_zero"),
-        (store.Store, "push", counts_weight_zero, "round_without_weight"),
-        (store.Store, "_keep", keeps_the_callers_tensor, "update_may_be_reused"),
-        (merging.TickMerge, "take_complete", arrival_order, "in_step"),
-        (store.Gate, "opened", forgets_bits, "in_step"),
-        (store.Gate, "_may_go", lets_everybody_go, "gate"),
-        (store.Store, "_merge", own_pushes_are_stale, "versions_and_staleness"),
-        (store.Store, "push", counts_from_the_last_pull, "staleness_since"),
-        (client.ServerClient, "_begin", pulls_before_it_pushes, "exchange_beside"),
-        (client.ServerClient, "finish_exchange", loses_the_answer, "exchange_of_an_answer"),
-        (client.ServerClient, "_begin", ticks_without_the_gate, "gate_of_an_exchange"),
-        (in_process._Client, "center", counts_the_center_as_a_pull, "center_is_not_seen"),
-        (in_process._Client, "deactivate", does_nothing, "last_pushes_of_a_segment"),
-        (store.Store, "capture", captures_only_the_center, "capture"),
-        (in_process.StoreClient, "_count", counts_shards_as_one, "traffic"),
-        (in_process._Client, "_check_length", does_nothing, "refusals"),
-    ],
-)
-def test_a_broken_server_fails(monkeypatch, owner, name, broken, check):
-    break_(monkeypatch, owner, name, broken)
-    with pytest.raises((ManyhandsError, RuntimeError)):
-        SERVER_SUITE[check](servers)
+BROKEN = [
+    (store.Store, "initialize", last_offer_wins, "first_offer_wins"),
+    (in_process._Client, "_await_center", does_nothing, "pull_waits_for_the_first_center"),
+    (store.Store, "push", applies_twice, "exactly_once"),
+    (store.Store, "push", counts_weight_zero, "weight_zero"),
+    (store.Store, "push", counts_weight_zero, "round_without_weight"),
+    (store.Store, "_keep", does_nothing, "update_may_be_reused"),  # keeps the caller's tensor
+    (merging.TickMerge, "take_complete", arrival_order, "in_step"),
+    (store.Gate, "opened", forgets_bits, "in_step"),
+    (store.Gate, "_may_go", lets_everybody_go, "gate"),
+    (store.Store, "_merge", own_pushes_are_stale, "versions_and_staleness"),
+    (store.Store, "push", counts_from_the_last_pull, "staleness_since"),
+    (client.ServerClient, "_begin", pulls_before_it_pushes, "exchange_beside"),
+    (client.ServerClient, "finish_exchange", loses_the_answer, "exchange_of_an_answer"),
+    (client.ServerClient, "_begin", ticks_without_the_gate, "gate_of_an_exchange"),
+    (in_process._Client, "center", counts_the_center_as_a_pull, "center_is_not_seen"),
+    (in_process._Client, "deactivate", does_nothing, "last_pushes_of_a_segment"),
+    (store.Store, "capture", captures_only_the_center, "capture"),
+    (in_process.StoreClient, "_count", counts_shards_as_one, "traffic"),
+    (in_process._Client, "_check_length", does_nothing, "refusals"),
+]
+
+
+def test_a_broken_server_fails():
+    for owner, name, broken, check in BROKEN:
+        original = getattr(owner, name)
+
+        def instead(*arguments, original=original, broken=broken, **options):
+            return broken(original, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, instead)
+            refused("", SERVER_SUITE[check], servers, kind=(ManyhandsError, RuntimeError), case=(check, name, broken))

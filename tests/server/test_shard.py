@@ -1,19 +1,32 @@
-"""What the connections of a shard share, without connections."""
+"""What the connections of a shard share; a live shard: what is attacked, lost or late, while the others go on."""
 
+import logging
+import random
+import secrets
+import socket
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from served import channel_to, hosting
 
-from manyhands.errors import BadInput
+from fuzzing import bounded
+from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.in_process import captured
+from manyhands.server.client import ServedServer
+from manyhands.server.protocol import Kind, hello
 from manyhands.server.replication.log import Call
-from manyhands.server.shard_host import Shard, WorkersLate
+from manyhands.server.shard_host import Shard, WorkersLate, serve
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
+from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.frame import DTYPES, HEADER_BYTES, Frame, pack, to_json
+from manyhands.transport.listener import Listener, connect
+from refusals import refused
 
-N = 4
+FEW = 4
 
 
 def nothing():
@@ -23,23 +36,12 @@ def nothing():
 def opened(spec=None, timeout_s=10.0):
     """A shard with a center of zeros, in which two workers take part."""
     shard = Shard(spec or ServerSpec(rule="add", bound=0), 2, timeout_s)
-    center = shard.offer(N, torch.float32, nothing)
+    center = shard.offer(FEW, torch.float32, nothing)
     center.buffers[0].zero_()
     shard.take(center, came=True)
     for worker in range(2):
         shard.call(lambda store, worker=worker: store.activate(worker, 0))
     return shard
-
-
-def test_who_waits_gets_what_anothers_call_released():
-    shard, lives = opened(), []
-    assert isinstance(shard.call(lambda store: store.tick(0, 1)), WaitForGate)
-    with started(lambda: shard.answer(0, lambda: lives.append(1))) as waiting:
-        expect_waits(waiting, "an answer before the other worker's tick")
-        assert shard.call(lambda store: store.tick(1, 2)) == Go(3)
-        assert waiting.result(10) == Go(3)
-    assert lives
-    shard.close()
 
 
 def test_what_was_released_for_one_call_answers_no_later_one():
@@ -72,23 +74,21 @@ def test_the_deadline_counts_from_what_a_worker_did_last():
 
 def test_a_second_offer_waits_for_the_first_and_takes_its_place_if_that_fails():
     shard = Shard(ServerSpec(rule="add"), 2, 10.0)
-    first = shard.offer(N, torch.float32, nothing)
-    with started(lambda: shard.offer(N, torch.float32, nothing)) as waiting:
+    first = shard.offer(FEW, torch.float32, nothing)
+    with started(lambda: shard.offer(FEW, torch.float32, nothing)) as waiting:
         expect_waits(waiting, "an offer during another")
         shard.take(first, came=False)
         second = waiting.result(10)
     assert second is not None
     shard.take(second, came=True)
-    assert shard.offer(N, torch.float32, nothing) is None
-    with pytest.raises(BadInput, match="a center has 4 elements"):
-        shard.offer(N + 1, torch.float32, nothing)
+    assert shard.offer(FEW, torch.float32, nothing) is None
+    refused("a center has 4 elements", shard.offer, FEW + 1, torch.float32, nothing)
     shard.close()
 
 
 def test_before_a_center_there_is_nothing_to_read():
     shard = Shard(ServerSpec(rule="add"), 2, 10.0)
-    with pytest.raises(InvalidCall, match="no center yet"):
-        shard.check(N, torch.float32, "a push")
+    refused("no center yet", shard.check, FEW, torch.float32, "a push", kind=InvalidCall)
     with pytest.raises(InvalidCall):
         shard.pin(0, pull=True)
     shard.close()
@@ -100,19 +100,220 @@ def test_a_worker_that_ends_gives_back_what_it_read_and_holds_nobody_up():
     shard.call(lambda store: store.tick(0, 0))
     shard.end(1, Call.LEAVE)
     assert shard.answer(0, nothing) == Go(0)
-    shard.push(0, 1, torch.ones(N), 1.0, 0)
-    shard.push(0, 2, torch.ones(N), 1.0, 0)
+    shard.push(0, 1, torch.ones(FEW), 1.0, 0)
+    shard.push(0, 2, torch.ones(FEW), 1.0, 0)
     shard.call(lambda store: store.tick(0, 0))
     version, slot, _ = shard.pin(0, pull=False)
     assert shard.published.buffers[slot].eq(2 * version).all()
     shard.close()
 
 
-def test_captured_vectors_are_copies():
-    shard = opened(ServerSpec(rule="add"))
-    vectors, numbers = shard.call(captured)
-    shard.push(0, 1, torch.ones(N), 1.0, 0)
-    shard.push(0, 2, torch.ones(N), 1.0, 0)
-    assert vectors["center"].eq(0).all()
-    assert numbers == {"version": 0}
-    shard.close()
+# -- live --------------------------------------------------------------------------------------------------------------
+
+
+N = 1000
+FLOAT = DTYPES.index(torch.float32)
+ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
+WHOLE_PUSH = {"kind": Kind.PUSH, "dtype": torch.float32, "elements": N, "sequence": 1, "weight": 1.0}
+
+
+def push(**other):
+    return pack(Frame(**WHOLE_PUSH | other)) + bytes(4 * N)
+
+
+def restore(output):
+    return pack(Frame(kind=Kind.RESTORE, blob=to_json(output), generation=1)) + to_json(output)
+
+
+BEGIN = pack(Frame(kind=Kind.ACTIVATE, generation=1))
+ATTACKS = {
+    "noise": random.Random(1).randbytes(500),
+    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(HEADER_BYTES),
+    "an unknown request": pack(Frame(kind=200, generation=1)),
+    "an answer": pack(Frame(kind=Kind.DONE, generation=1)),
+    "a vector where none belongs": pack(Frame(kind=Kind.TICK, elements=8, generation=1)) + bytes(8),
+    "a push of more than all memory": BEGIN + pack(Frame(**WHOLE_PUSH | {"elements": 1 << 37, "generation": 1})),
+    "a push of one element too many": BEGIN + push(elements=N + 1, generation=1) + bytes(4),
+    "a push of one element too few": BEGIN + push(elements=N - 1, generation=1),
+    "a push of another dtype": BEGIN + push(dtype=torch.int32, generation=1),
+    "a push of an older generation": BEGIN + push(generation=0),
+    "a push out of order": BEGIN + push(sequence=7, generation=1),
+    "a push with a negative weight": BEGIN + push(weight=-1.0, generation=1),
+    "a push without begin": push(generation=1),
+    "a center of another length": pack(Frame(kind=Kind.OFFER, a=N + 1, b=FLOAT, generation=1)),
+    "a center of negative length": pack(Frame(kind=Kind.OFFER, a=-1, b=FLOAT, generation=1)),
+    "a center of no dtype": pack(Frame(kind=Kind.OFFER, a=N, b=99, generation=1)),
+    "a center of whole numbers": pack(Frame(kind=Kind.OFFER, a=N, b=DTYPES.index(torch.int64), generation=1)),
+    "a pull of another length": pack(Frame(kind=Kind.PULL, a=N + 1, b=FLOAT, generation=1)),
+    "a snapshot that is no JSON": pack(Frame(kind=Kind.RESTORE, blob=b"{", generation=1)) + b"{",
+    "a snapshot without names": restore({}),
+    "a snapshot without a center": restore({"names": [], "numbers": {"version": 1}}),
+    "a snapshot with names twice": restore({"names": ["center", "center"], "numbers": {"version": 1}}),
+    "a snapshot without a version": restore({"names": ["center"], "numbers": {}}),
+}
+
+
+def test_whoever_talks_nonsense_is_closed_and_named_once_and_the_server_goes_on(caplog):
+    """Of what was only announced, no memory is taken."""
+    into, one = torch.empty(N), torch.ones(N)
+    for case, attack in ATTACKS.items():
+        caplog.clear()
+        with hosting(ADD, 2, memory_from=-1, generation=1) as host, caplog.at_level(logging.WARNING, "manyhands"):
+            good, bad = host.client(0), host.pairs[1][0][1]
+            for connection in good._connections:
+                connection.channel.generation = 1
+            good.initialize(torch.zeros(N))
+            good.activate()
+            with bounded(512):
+                bad.settimeout(10)
+                bad.sendall(attack)
+                until_the_end(bad)
+                good.push(one)
+                good.pull(into)
+            assert torch.equal(into, one), case
+        (record,) = caplog.records
+        assert "server shard 0 closed the connection to worker 1: " in record.getMessage(), case
+        assert host.output[0]["lost"] == [1], case
+
+
+def until_the_end(sock):
+    """Read what the server still says until it closes the connection."""
+    with suppress(ConnectionResetError):
+        while sock.recv(1 << 16):
+            pass
+
+
+def test_a_snapshot_of_another_rule_ends_its_senders_connection_and_not_the_shard(caplog):
+    center = pack(Frame(kind=Kind.VECTOR, dtype=torch.float32, elements=N, generation=1)) + bytes(4 * N)
+    with hosting(ServerSpec(rule="adagrad"), 2, memory_from=-1) as host, caplog.at_level(logging.WARNING, "manyhands"):
+        good, bad = host.client(0), host.pairs[1][0][1]
+        good.initialize(torch.zeros(N))
+        bad.settimeout(10)
+        bad.sendall(restore({"names": ["center"], "numbers": {"version": 1}}) + center)
+        until_the_end(bad)
+        good.pull(torch.empty(N))
+    (record,) = caplog.records
+    assert "worker 1" in record.getMessage()
+    assert host.output[0]["lost"] == [1]
+
+
+def test_a_push_that_was_cut_short_is_not_applied():
+    with hosting(ADD, 2, memory_from=-1) as host:
+        good, bad = host.client(0), host.pairs[1][0][1]
+        good.initialize(torch.zeros(N))
+        good.activate()
+        bad.sendall(pack(Frame(kind=Kind.ACTIVATE)) + push()[:-1])
+        bad.close()
+        good.push(torch.ones(N))
+        assert good.drain_journal()["pushes"] == [[1]]
+    assert host.output[0] == {"shard": 0, "version": 1, "pulls": 0, "pushes": 1, "dropped": 0, "lost": [1]}
+
+
+def test_who_waits_for_a_worker_that_does_nothing_learns_which():
+    with hosting(IN_STEP, 2, timeout_s=0.2) as host:
+        fast, slow = host.clients
+        fast.initialize(torch.zeros(N))
+        fast.activate()
+        slow.activate()
+        words = r"worker 1 on host-b made no progress .* in server.tick at step 1"
+        assert refused(words, fast.tick, kind=PeerLost).rank == 1
+        refused("worker 1", fast.pull, torch.empty(N), kind=PeerLost)  # and so does everything from then on
+
+
+def test_each_part_of_a_replica_has_a_center_of_its_own():
+    """Of two replicas of two workers: lengths differ, staleness is that of the replica's push on this part."""
+    with hosting(ServerSpec(rule="staleness", coordinates=2), 4, shards=2) as host:
+        lengths = {0: 4, 1: 6}
+        for rank, client in enumerate(host.clients):
+            part = rank % 2
+            client.initialize(torch.full((lengths[part],), float(rank)))
+            client.activate()
+            client.pull(torch.empty(lengths[part]))
+        for rank in (0, 1, 2):
+            host.client(rank).push(torch.ones(lengths[rank % 2]))
+        for rank, expected in ((0, 0 + 1 + 1 / 2), (1, 1 + 1)):
+            center = torch.empty(lengths[rank % 2])
+            host.client(rank).center(center)
+            assert center.eq(expected).all(), rank
+        assert [client.drain_journal().get("staleness") for client in host.clients] == [[0], [0], [1], None]
+    assert [one["pushes"] for one in host.output] == [3, 3]
+
+
+def test_the_first_part_has_the_gate_and_where_all_are_in_step_each_has():
+    for bound, rank, waits_for in [(0, 0, 2), (0, 1, 3), (1, 0, 2), (1, 1, None)]:
+        with hosting(ServerSpec(rule="add", bound=bound, coordinates=2), 4, timeout_s=0.2) as host:
+            for client in host.clients:
+                client.initialize(torch.zeros(N))
+                client.activate()
+            tick = host.client(rank).tick
+            for _ in range(bound):
+                tick()
+            if waits_for is None:
+                tick()
+            else:
+                assert refused(f"worker {waits_for} on", tick, kind=PeerLost).rank == waits_for
+
+
+def test_who_waits_for_a_first_center_that_nobody_offers_is_told_so():
+    with (
+        hosting(ADD, 1, timeout_s=0.3) as host,
+        pytest.raises(ManyhandsError, match="in server.pull for its first parameters"),
+    ):
+        host.client(0).pull(torch.empty(N))
+
+
+def test_workers_that_do_not_come_are_an_error():
+    with pytest.raises(ChannelTimeout, match=r"waited 0\.1 s for the workers \[0, 1\]"):
+        serve(ADD, shard=0, shards=1, workers=2, channels={}, timeout_s=0.1)
+
+
+def test_what_is_wrong_with_the_server_itself_ends_it():
+    class Broken(Exception):
+        pass
+
+    def fail(phase, step):
+        raise Broken
+
+    mine, its = socket.socketpair()
+    with mine, pytest.raises(Broken):
+        serve(ADD, shard=0, shards=1, workers=1, channels={0: channel_to(0, its, 10)}, progress=fail)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert "manyhands-worker-0" not in threads
+
+
+def test_workers_come_to_a_listener_each_once():
+    token = secrets.token_bytes(32)
+    listener = Listener(credentials=None, token=token, timeout_s=10)
+    output = {}
+
+    def run():
+        output.update(serve(ADD, shard=1, shards=2, workers=2, channels={}, listener=listener, timeout_s=10))
+
+    def come(*place):
+        return connect(
+            listener.address, hello(*place), credentials=None, token=token, peer="server shard 1", timeout_s=10
+        )
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        first = come(0, 1, 2, "host-a")
+        for wrong in [(0, 1, 2, "host-a"), (2, 1, 2, "host-a"), (1, 0, 2, "host-a"), (1, 1, 3, "host-a")]:
+            refused("refused this connection", come, *wrong, kind=ChannelClosed)
+        clients = [ServedServer(ADD, [channel]) for channel in (first, come(1, 1, 2, "host-b"))]
+        for _ in range(2000):  # all are in: nobody else can come
+            try:
+                socket.create_connection(listener.address, 1.0).close()
+            except ConnectionError:  # refused, or reset where it closed meanwhile
+                break
+            threading.Event().wait(0.01)
+        else:
+            pytest.fail("the shard still listens")
+        clients[0].initialize(torch.zeros(N))
+        for client in clients:
+            client.activate()
+            client.push(torch.ones(N))
+            client.close()
+    finally:
+        thread.join(20)
+    assert output == {"shard": 1, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}

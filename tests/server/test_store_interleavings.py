@@ -131,7 +131,7 @@ class Model:
         self.seen = self.store.version
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(bound=st.sampled_from([None, 0, 1, 3]), calls=CALLS)
 def test_interleavings(bound, calls):
     """CASE 11: gap at most bound + 1, each push in once, nobody waits for those who left."""

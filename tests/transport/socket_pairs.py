@@ -1,4 +1,4 @@
-"""Connected channels of every sort, and a raw socket at the other end of one."""
+"""Connected channels of every sort, a raw socket at the other end of one, and a hello."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from manyhands.transport.channel import Channel
 from manyhands.transport.credentials import Credentials
+from manyhands.transport.frame import to_json
+from manyhands.transport.hello import Proof
 
 T = TypeVar("T")
 SORTS = ("unix", "tcp", "tls")
@@ -65,3 +67,12 @@ def aside(work: Callable[[], T]) -> Future[T]:
     future = pool.submit(work)
     pool.shutdown(wait=False)
     return future
+
+
+TOKEN = bytes(range(16))
+PROOF = Proof(None, TOKEN)
+HELLO = to_json({"worker": 3})
+
+
+def name(hello: dict[str, Any]) -> str:
+    return f"worker {hello['worker']}"

@@ -10,8 +10,8 @@ import pytest
 from cryptography import x509
 from socket_pairs import aside, credentials, tcp_pair
 
-from manyhands.errors import BadInput
 from manyhands.transport.credentials import VARIABLE, Credentials
+from refusals import refused
 
 
 @pytest.fixture
@@ -29,54 +29,43 @@ def test_saved_and_loaded(path, monkeypatch):
     assert Credentials.from_environment() == credentials()
 
 
-def test_the_certificate_is_bounded_in_time():
+def test_the_certificate_is_bounded_in_time_and_the_key_is_never_shown(tmp_path, monkeypatch):
     made = x509.load_pem_x509_certificate(credentials().certificate)
     assert (made.not_valid_after_utc - datetime.now(UTC)).days in (29, 30)
     assert (datetime.now(UTC) - made.not_valid_before_utc).days == 1
     assert Credentials.create().key != credentials().key
-
-
-def test_the_key_is_never_shown():
     assert "PRIVATE" not in repr(credentials())
-
-
-def test_the_key_leaves_nothing_open_or_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    files, create = [], os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda *given: files.append(create(*given)) or files[-1])
     credentials().server_context()
-    with os.scandir("/proc/self/fd") as fds:
-        assert not [fd for fd in fds if fd.is_symlink() and "memfd:credentials" in os.readlink(fd)]
+    assert files
+    for fd in files:
+        refused("Bad file descriptor", os.fstat, fd, kind=OSError)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o602])
-def test_a_file_that_others_reach(path, mode):
-    path.chmod(mode)
-    with pytest.raises(BadInput, match=f"has mode {mode:04o}"):
-        Credentials.load(path)
-
-
-def test_a_link_is_judged_by_its_file(path, tmp_path):
+def test_a_file_that_others_reach_and_a_link_is_judged_by_its_file(path, tmp_path):
     link = tmp_path / "link.pem"
     link.symlink_to(path)
     assert Credentials.load(link) == credentials()
-    path.chmod(0o644)
-    with pytest.raises(BadInput, match="has mode 0644"):
-        Credentials.load(link)
+    for mode in (0o640, 0o604, 0o660, 0o666, 0o602):
+        path.chmod(mode)
+        for file in (path, link):
+            refused(f"has mode {mode:04o}", Credentials.load, file)
 
 
 def test_a_file_of_somebody_else(path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     if path.stat().st_uid == 0:
         os.chown(path, 54321, -1)
-    with pytest.raises(BadInput, match="a file of user 12345"):
-        Credentials.load(path)
+    refused("a file of user 12345", Credentials.load, path)
 
 
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo", 0o600)
     for name in ("fifo", "", "missing"):
-        with pytest.raises(BadInput):
-            Credentials.load(tmp_path / name)
+        refused("", Credentials.load, tmp_path / name)
 
 
 def _expired() -> bytes:
@@ -100,42 +89,28 @@ def _locked() -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda: b"", "does not hold"),
-        (lambda: b"\xff" * 100_000, "does not hold"),
-        (lambda: credentials().key, "does not hold"),
-        (lambda: credentials().certificate, "does not hold"),
-        (lambda: _locked() + credentials().certificate, "does not hold"),  # OpenSSL would ask at the terminal
-        (lambda: Credentials.create().key + credentials().certificate, "cannot use the key and certificate"),
-        (
-            lambda: credentials().key + credentials().certificate.replace(b"MII", b"MIJ"),
-            "cannot use the key and certificate",
-        ),
-        (lambda: credentials().key + _expired(), "expired on Feb  1"),
-    ],
-)
-def test_a_file_that_holds_something_else(path, content, message):
-    path.write_bytes(content())
-    with pytest.raises(BadInput, match=message):
-        Credentials.load(path)
-
-
-def test_nothing_is_written_over(path, tmp_path):
-    with pytest.raises(BadInput, match="exists"):
-        credentials().save(path)
+def test_a_file_that_holds_something_else_and_nothing_is_written_over(path, tmp_path):
+    ours = credentials()
+    for content, message in [
+        (b"", "does not hold"),
+        (b"\xff" * 100_000, "does not hold"),
+        (ours.key, "does not hold"),
+        (ours.certificate, "does not hold"),
+        (_locked() + ours.certificate, "does not hold"),  # OpenSSL would ask at the terminal
+        (Credentials.create().key + ours.certificate, "cannot use the key and certificate"),
+        (ours.key + ours.certificate.replace(b"MII", b"MIJ"), "cannot use the key and certificate"),
+        (ours.key + _expired(), "expired on Feb  1"),
+    ]:
+        path.write_bytes(content)
+        refused(message, Credentials.load, path, case=content)
     (tmp_path / "dangling").symlink_to(tmp_path / "target")
-    with pytest.raises(BadInput, match="exists"):
-        credentials().save(tmp_path / "dangling")
-    with pytest.raises(BadInput, match="cannot write"):
-        credentials().save(tmp_path / "no folder" / "run.pem")
+    for name, message in (("run.pem", "exists"), ("dangling", "exists"), ("no folder/run.pem", "cannot write")):
+        refused(message, ours.save, tmp_path / name)
 
 
 def test_without_cryptography(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(BadInput, match=r"manyhands\[hosts\]"):
-        Credentials.create()
+    refused(r"manyhands\[hosts\]", Credentials.create)
 
 
 def _shake(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
@@ -180,14 +155,9 @@ def _old() -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize("client", [lambda: Credentials.create().client_context(), _nobody, _old])
-def test_unauthenticated_peers_are_refused_by_the_listening_side(client):
-    with pytest.raises(ssl.SSLError):
-        _shake(client(), credentials().server_context())
-
-
-def test_the_connecting_side_refuses_a_stranger():
+def test_strangers_are_refused_by_both_sides():
+    for client in (Credentials.create().client_context(), _nobody(), _old()):
+        refused("", _shake, client, credentials().server_context(), kind=ssl.SSLError)
     stranger = Credentials.create().server_context()
     stranger.verify_mode = ssl.CERT_NONE
-    with pytest.raises(ssl.SSLCertVerificationError):
-        _shake(credentials().client_context(), stranger)
+    refused("", _shake, credentials().client_context(), stranger, kind=ssl.SSLCertVerificationError)

@@ -7,8 +7,7 @@ import socket
 from typing import Any
 
 import torch
-from socket_pairs import aside, raw
-from test_hello import HELLO, PROOF, name
+from socket_pairs import HELLO, PROOF, aside, name, raw
 
 from fuzzing import ODD_NUMBERS, Damage, bounded, survive
 from manyhands.transport.channel import ChannelClosed
@@ -123,10 +122,9 @@ def test_hellos(inputs: int) -> None:
 
 
 def test_the_next_peer_is_served(inputs: int) -> None:
-    damage = Damage(5)
-    token = PROOF.token
+    damage, secret = Damage(5), {"credentials": None, "token": PROOF.token}
     handshake = pack(Frame(kind=0, a=0))
-    listener = Listener("127.0.0.1", credentials=None, token=token, timeout_s=5.0)
+    listener = Listener("127.0.0.1", **secret, timeout_s=5.0)
     try:
         with bounded(512):  # threads reserve addresses, too
             for _ in range(inputs // 500):
@@ -134,11 +132,7 @@ def test_the_next_peer_is_served(inputs: int) -> None:
                     stranger.sendall(
                         damage.of_bytes(handshake, handshake + HELLO, bytes(damage.choice(ODD_NUMBERS) & 0xFFF))
                     )
-            coming = aside(
-                lambda: connect(
-                    listener.address[:2], {"worker": 3}, credentials=None, token=token, peer="it", timeout_s=5.0
-                )
-            )
+            coming = aside(lambda: connect(listener.address[:2], {"worker": 3}, **secret, peer="it", timeout_s=5.0))
             channel, output = listener.accept(name, timeout_s=10.0)
             assert output == {"worker": 3}
             channel.close()

@@ -5,74 +5,50 @@ import random
 import signal
 import time
 
+import programs
 import pytest
 import torch
-from harness import forked, values
-from meshes import close, mesh, ring
-from programs import DIFFERENT, conformance, different, expect_killed, expect_told, killed, overlapping, silent, waits
+from harness import on_ring, values
+from meshes import mesh, ring
+from programs import DIFFERENT, conformance
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.errors import PeerLost
 from manyhands.testing.group_suite import GROUP_SUITE, expect_same_everywhere, vector, vectors
 
 
-def on_ring(size, program, *, deadline_s=60, **options):
-    """Run `program(group)` on `size` processes that are linked by socket pairs."""
-    sockets = mesh(size)
-
-    def run(rank):
-        close(sockets, but=rank)
-        group = ring(sockets, rank, hosts=[f"host-{peer}" for peer in range(size)], **options)
-        try:
-            return program(group)
-        finally:
-            group.close()
-
-    try:
-        return forked(size, run, deadline_s, then=lambda: close(sockets))
-    finally:
-        close(sockets)
+def test_conformance_of_one():
+    group = ring(mesh(1), 0)
+    conformance(group)
+    group.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_conformance(size):
     assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
 
-def _million(group):
-    group.all_reduce_(torch.ones(1_000_000))
-    return group.ledger.as_dict()["all_reduce_"]
+# -- by the byte, and large --------------------------------------------------------------------------------------------
 
 
-def test_traffic_of_a_million_on_four():
-    """CASE 8: each worker sends exactly 6,000,000 bytes in 6 messages."""
-    assert values(on_ring(4, _million)) == [{"bytes": 6_000_000, "messages": 6}] * 4
-
-
-def _gathered(group):
-    """More than a megabyte of each, which goes round the ring; and how it counts."""
+def _traffic(group):
+    """What a million of sums, a gather of more than a megabyte of each, which goes round the ring, and a small mean count."""
     n = DIRECT_BYTES // 4 + 7
+    group.all_reduce_(torch.ones(1_000_000))
     rows = group.all_gather(torch.arange(n) + 1000.0 * group.rank)
-    right = all(torch.equal(rows[rank], torch.arange(n) + 1000.0 * rank) for rank in range(group.size))
-    return right, group.ledger.as_dict()["all_gather"], n
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_large_tensors_are_gathered_round_the_ring(size):
-    for right, counted, n in values(on_ring(size, _gathered)):
-        assert right
-        assert counted == {"bytes": (size - 1) * 4 * n, "messages": size - 1}
-
-
-def _seven(group):
+    assert all(torch.equal(rows[rank], torch.arange(n) + 1000.0 * rank) for rank in range(group.size))
     group.mean_(torch.ones(7), 2.0, 5)
-    return group.ledger.total_bytes
+    counts = group.ledger.as_dict()
+    return counts["all_reduce_"], counts["all_gather"], counts["mean_"]["bytes"]
 
 
-def test_traffic_of_seven_on_five():
-    """CASE 8: 224 bytes over all ranks, weights and bits in headers."""
-    assert sum(values(on_ring(5, _seven))) == 224
+def test_traffic():
+    """CASE 8: of a million on four, each sends exactly 6,000,000 bytes in 6 messages; weights and bits are in headers."""
+    sums, gathers, means = zip(*values(on_ring(4, _traffic)), strict=True)
+    assert sums == ({"bytes": 6_000_000, "messages": 6},) * 4
+    assert gathers == ({"bytes": 3 * (DIRECT_BYTES + 28), "messages": 3},) * 4
+    assert sum(means) == 2 * 3 * 7 * 4
 
 
 LARGE = (SWAP_BYTES + DIRECT_BYTES) // 4 + 4321  # float32: on the ring, cut unevenly
@@ -100,15 +76,10 @@ def _large(group):
     return True
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_large_tensors_on_the_ring(size):
-    assert values(on_ring(size, _large, timeout_s=30)) == [True] * size
-
-
 def _many(group):
     sizes, order = random.Random(1), random.Random(2)
     handles = []
-    for i in range(600):
+    for i in range(200):
         n, weights = sizes.randrange(0, 300), [sizes.choice([0.0, 1.0, 2.5]) for _ in range(group.size)]
         mine = vector(group.rank, n, seed=i)
         wanted = naive_mean(vectors(group, n, seed=i), weights) if sum(weights) else mine.clone()
@@ -125,27 +96,53 @@ def _many(group):
     return True
 
 
-def test_hundreds_of_small_operations_of_random_sizes():
-    assert values(on_ring(3, _many, timeout_s=30)) == [True] * 3
+def _abandons(group):
+    """For a reason of its own, which reaches the peers."""
+    if group.rank == 0:
+        group.abandon(PeerLost(7, "host-7", "mean_", 3, 1.0))
+        return 7, "host-7"
+    with pytest.raises(PeerLost, match="worker 0 noticed") as caught:
+        group.barrier()
+    return caught.value.rank, caught.value.host
 
 
-def test_a_started_mean_completes_while_the_caller_computes():
-    assert values(on_ring(2, overlapping(3_000_000), timeout_s=30)) == [(True, 2.0, 0.5)] * 2
+def test_of_two():
+    work = {"large": _large, "overlapping": programs.overlapping(3_000_000), "waits": programs.waits(1)}
+    found = on_ring(2, work, timeout_s=30)
+    assert values(found["large"]) == [True] * 2
+    assert values(found["overlapping"]) == [(True, 2.0, 0.5)] * 2
+    early, late = values(found["waits"])
+    assert early > max(late, 0.1)
 
 
-@pytest.mark.parametrize("elements", [1000, 2_000_000])
-@pytest.mark.parametrize("size", [2, 4])
+def test_of_three():
+    work = {"large": _large, "many": _many, "alone": programs.finishes_alone, "abandons": _abandons}
+    work |= {"sent": programs.sent_wrongly} | {what: programs.different(what) for what in DIFFERENT}
+    found = on_ring(3, work, timeout_s=10)
+    for name in ("large", "many", "alone"):
+        assert values(found[name]) == [True] * 3, name
+    assert values(found["abandons"]) == [(7, "host-7")] * 3
+    for text in values(found["sent"])[:2]:
+        assert "expected send of 5 float32" in text
+        assert "send of 10000000 float32 came" in text
+    for what in DIFFERENT:
+        programs.expect_told(found[what], what)
+
+
+# -- lost peers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "elements"), [(2, 2_000_000), (4, 1000), (3, 2_000_000)])
 def test_a_killed_peer_is_named_at_once(size, elements):
-    expect_killed(on_ring(size, killed(1, elements), timeout_s=30), 1)
+    programs.expect_killed(on_ring(size, programs.killed(1, elements), timeout_s=30), 1)
 
 
-@pytest.mark.slow
 def test_a_silent_peer_is_lost_after_the_deadline():
-    first, _, third = values(on_ring(3, silent(2.0), timeout_s=0.6))
-    for error, seconds in (first, third):
+    with programs.silent() as program:
+        first, _, third = values(on_ring(3, program, timeout_s=0.4))
+    for error in (first, third):
         assert error.rank == 1
-        assert "no progress for 0.6 s" in error.why
-        assert seconds > 0.5
+        assert "no progress for 0.4 s" in error.why
 
 
 def _stopped(group, told, tell):
@@ -170,9 +167,7 @@ def _stopped(group, told, tell):
 def _wake(stopped, told, tell):
     """When the three others have given up."""
     os.close(tell)
-    heard = b""
-    while len(heard) < 3 and (piece := os.read(told, 3)):
-        heard += piece
+    programs.wait_for(3, told)
     if os.getppid() == stopped:
         os.kill(stopped, signal.SIGCONT)
     os._exit(0)
@@ -186,63 +181,3 @@ def test_a_peer_that_stops_in_the_middle_is_named_by_all():
         os.close(told)
         os.close(tell)
     assert [outcomes[rank].value for rank in (0, 2, 3)] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_calls_are_told_to_all_with_both_sides(what):
-    expect_told(on_ring(3, different(what), timeout_s=10), what)
-
-
-def _sent_wrongly(group):
-    send, receive = lambda: group.send(torch.zeros(10_000_000), 1), lambda: group.receive_(torch.zeros(5), 0)
-    with pytest.raises(ManyhandsError) as caught:
-        (receive if group.rank else send)()
-    return str(caught.value)
-
-
-def test_receiving_something_else_than_was_sent():
-    for text in values(on_ring(2, _sent_wrongly, timeout_s=10)):
-        assert "expected send of 5 float32" in text
-        assert "send of 10000000 float32 came" in text
-
-
-def _finishes_alone(group):
-    """Point to point goes on after a third rank has ended well."""
-    group.barrier()
-    if group.rank == 2:
-        return True
-    for i in range(3):
-        tensor = torch.full((1_000_000,), float(i))
-        if group.rank == 0:
-            group.send(tensor, 1)
-        else:
-            group.receive_(tensor.zero_(), 0)
-            assert tensor[-1] == i
-    if group.rank == 0:
-        with pytest.raises(PeerLost, match="left the group"):
-            group.barrier()
-    return True
-
-
-def test_a_rank_that_ended_well_is_no_loss_until_it_is_needed():
-    assert values(on_ring(3, _finishes_alone, timeout_s=10)) == [True] * 3
-
-
-def test_the_one_who_comes_first_has_waited():
-    early, late = values(on_ring(2, waits(1, 1.5)))
-    assert early > 1.0
-    assert late < 0.7
-
-
-def _abandons(group):
-    if group.rank == 0:
-        group.abandon(PeerLost(7, "host-7", "mean_", 3, 1.0))
-        return 7, "host-7"
-    with pytest.raises(PeerLost) as caught:
-        group.barrier()
-    assert "worker 0 noticed" in str(caught.value)
-    return caught.value.rank, caught.value.host
-
-
-def test_a_reason_of_ones_own_reaches_the_peers():
-    assert values(on_ring(3, _abandons)) == [(7, "host-7")] * 3

@@ -12,11 +12,11 @@ from programs import conformance
 
 from manyhands.comm.reducing import naive_mean
 from manyhands.comm.shared_memory.group import SharedMemoryGroup, create_arena, create_table
-from manyhands.comm.shared_memory.memory import Arena
 from manyhands.comm.shared_memory.synchronisation import DONE, READY
 from manyhands.comm.shared_memory.table import IN_TABLE, SCRATCH
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_suite import GROUP_SUITE, vector
+from manyhands.testing.group_suite import vector
+from refusals import refused
 
 N = 100_000
 
@@ -90,23 +90,8 @@ def test_a_later_group_finds_the_tensors_where_they_were():
     assert values(on_arenas([[0, 1, 2], [2, 0], [1, 2, 0]], _regrouped)) == [True] * 3
 
 
-def _conforms_later(member):
-    first = member.join(0)
-    tensor = first.allocate(N, torch.float64)
-    first.mean_(tensor)
-    first.close()
-    group = member.join(1)
-    found = conformance(group)
-    group.close()
-    return found
-
-
-def test_conformance_of_a_later_group():
-    assert values(on_arenas([[0, 1], [1, 0]], _conforms_later)) == [len(GROUP_SUITE)] * 2
-
-
 def _joined(member):
-    """Process 2 comes to arenas of which the others have used a part."""
+    """Process 2 comes to arenas of which the others have used a part. The later group keeps all promises of groups."""
     tensors = []
     if member.process < 2:
         group = member.join(0)
@@ -117,6 +102,7 @@ def _joined(member):
     mine = group.allocate(N, torch.float64).copy_(vector(member.process, N))
     mean_in_place(group, mine, mean_of([2, 1, 0]))
     places = group.all_gather_json(member.arena.locate(mine))
+    conformance(group)
     group.barrier()
     group.close()
     assert all(tensor.eq(9).all() for tensor in tensors)
@@ -170,8 +156,7 @@ def _survives(member):
     del lost
     group.close()
     for handle in handles:
-        with pytest.raises(PeerLost, match="worker 1"):
-            handle.wait()
+        refused("worker 1", handle.wait, kind=PeerLost)
     held = [weakref.ref(tensor) for tensor in torn]
     before = os.fstat(member.fds[member.process]).st_blocks
     torn.clear()
@@ -196,7 +181,7 @@ def test_survivors_of_a_death_in_mid_operation_go_on_with_their_tensors():
 
 
 def _dies_idle(member):
-    """The dead one's place is taken by a process with a fresh arena; its rank goes to another."""
+    """The dead one's place is taken by a process with a fresh arena, its rank goes to another; and that one dies, too."""
     tensor = None
     if member.process != 3:
         group = member.join(0)
@@ -210,91 +195,55 @@ def _dies_idle(member):
     if tensor is None:
         tensor = again.allocate(N, torch.float64).copy_(vector(3, N))
     mean_in_place(again, tensor, mean_of([1, 2, 3]))
+    if member.process == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert whose_death_ends(again) == 3
     again.close()
     return True
 
 
 def test_a_replacement_among_survivors():
     outcomes = on_arenas([[0, 1, 2], [1, 2, 3]], _dies_idle)
-    assert outcomes.pop(0).status == signal.SIGKILL
-    assert values(outcomes) == [True] * 3
-
-
-def _dies_again(member):
-    """The later group has lifelines of its own."""
-    for generation, victim in ((0, 3), (1, 2)):
-        group = member.join(generation)
-        group.barrier()
-        if member.process == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        assert whose_death_ends(group) == victim
-        group.close()
-    return True
-
-
-def test_every_generation_notices_a_death():
-    outcomes = on_arenas([[0, 1, 2, 3], [2, 1, 0]], _dies_again)
-    assert [outcome.status for outcome in outcomes[2:]] == [signal.SIGKILL] * 2
-    assert values(outcomes[:2]) == [True] * 2
+    assert [outcomes[process].status for process in (0, 3)] == [signal.SIGKILL] * 2
+    assert values(outcomes[1:3]) == [True] * 2
 
 
 # -- in one process --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fd():
-    made = create_arena(2)
-    yield made
-    os.close(made)
-
-
-def alone(arena, fd):
-    return SharedMemoryGroup(0, 1, [create_table(1), os.dup(fd)], arena=arena, lifelines=[os.pipe()])
-
-
-def test_what_was_allocated_under_one_group_is_given_back_under_another(fd):
-    arena = Arena(fd)
-    first = alone(arena, fd)
+def _alone(member):
+    """One group after another: every descriptor is closed, and every mapping but the arena's."""
+    fd, arena = member.fds[0], member.arena
+    first = member.join(0)
     kept, tensor = (first.allocate(N, torch.float64).fill_(1) for _ in range(2))
     first.close()
-    second = alone(arena, fd)
+    refused("closed", first.allocate, 1, torch.float32, kind=ManyhandsError)
+    maps, files = mappings(), os.listdir("/proc/self/fd")
+    second = member.join(1)
+    assert mappings() == maps + 1  # the table: the own arena is not mapped again
+    second.mean_(tensor)
     before, place = os.fstat(fd).st_blocks, tensor.data_ptr()
     del tensor
-    assert (before - os.fstat(fd).st_blocks) * 512 >= N * 8
+    assert (before - os.fstat(fd).st_blocks) * 512 >= N * 8, "given back under another group"
     again = second.allocate(N, torch.float64)
     assert again.data_ptr() == place
     assert not again.any()
     second.close()
+    second.close()
+    assert len(os.listdir("/proc/self/fd")) < len(files)  # the second group's table, and its lifeline
+    assert mappings() == maps
     assert kept.sum() == N
-
-
-def test_every_descriptor_is_closed_and_every_mapping_but_the_arenas(fd):
-    arena = Arena(fd)
-    maps, files = mappings(), set(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        group = alone(arena, fd)
-        tensor = group.allocate(1000, torch.float32).fill_(2)
-        group.mean_(tensor)
-        assert mappings() == maps + 1  # the table: the own arena is not mapped again
-        group.close()
-        group.close()
-        assert set(os.listdir("/proc/self/fd")) == files
-        assert mappings() == maps
-        assert tensor.sum() == 2000
-
-
-def test_a_closed_group_leaves_its_arena_alone_and_allocates_no_more(fd):
-    arena = Arena(fd)
-    group = alone(arena, fd)
-    group.close()
-    with pytest.raises(ManyhandsError, match="closed"):
-        group.allocate(1, torch.float32)
     assert arena.allocate(10, torch.float32).shape == (10,)
+    return True
 
 
-def test_means_under_way_end_with_their_group(fd):
+def test_groups_of_one():
+    assert values(on_arenas([[0], [0]], _alone)) == [True]
+
+
+def test_means_under_way_end_with_their_group():
     """They fail, and hold nothing."""
-    group = SharedMemoryGroup(0, 2, [create_table(2), os.dup(fd), create_arena(2)])
+    group = SharedMemoryGroup(0, 2, [create_table(2), create_arena(2), create_arena(2)])
     tensors, lost = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)], torch.zeros(5)
     handles = [group.start_mean_(tensor, lost=lost) for tensor in tensors]
     held = [weakref.ref(tensor) for tensor in [*tensors, lost]]
@@ -304,8 +253,7 @@ def test_means_under_way_end_with_their_group(fd):
     gc.collect()
     assert [tensor() for tensor in held] == [None] * 4
     for handle in handles:
-        with pytest.raises(ManyhandsError, match="closed"):
-            handle.wait()
+        refused("closed", handle.wait, kind=ManyhandsError)
 
 
 def mappings():

@@ -1,17 +1,23 @@
-"""Rules on numbers that a hand can check, each in place and out of place."""
+"""Rules on numbers that a hand can check, each in place and out of place; the outer optimizer; pairs."""
+
+from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 from torch import tensor
 
 from manyhands.comm.reducing import naive_mean
-from manyhands.errors import BadInput, UnknownName
+from manyhands.errors import UnknownName
 from manyhands.server.base import ServerSpec
 from manyhands.server.pushes import Push
 from manyhands.server.rules import RULES, make_rule
 from manyhands.server.rules.base import weighted_mean
-
-OPTIONS = {"distance": {"rate": 0.5}, "adagrad": {"rate": 0.1}, "outer": {"momentum": 0.9}}
+from manyhands.server.rules.outer import ELEMENTWISE
+from manyhands.server.rules.pairs import PairsRule, partner_of
+from manyhands.server.store import Store
+from refusals import refused
 
 
 def push(update, worker=0, **fields):
@@ -67,20 +73,6 @@ def test_elastic():
     assert merged("elastic", [one([5.0, 2.0]), one([1.0, -2.0], worker=1)], alpha=0.25) == [2.0, 1.0]
 
 
-def test_elastic_in_step_reaches_its_equilibrium():
-    """CASE 6: center 1.0, workers off it by (-1, -.5, 1.5)."""
-    rate, alpha, curvature, targets = 0.1, 0.2, 2.0, [-1.0, 0.0, 4.0]
-    rule = make_rule(ServerSpec(rule="elastic", options={"alpha": alpha}))
-    center, workers = torch.zeros(1, dtype=torch.float64), [torch.zeros(1, dtype=torch.float64) for _ in targets]
-    for _ in range(300):
-        gradients = [curvature * (x - b) for x, b in zip(workers, targets, strict=True)]
-        pushes = [Push(w, x, 1.0) for w, x in enumerate(workers)]
-        rule.merge(center, center, pushes)
-        workers = [x - rate * g - p.answer for x, g, p in zip(workers, gradients, pushes, strict=True)]
-    assert float(center) == pytest.approx(1.0, abs=1e-9)
-    assert [float(x - center) for x in workers] == pytest.approx([-1.0, -0.5, 1.5], abs=1e-9)
-
-
 def test_adagrad_is_torchs():
     """Two pushes of accumulated gradients move the center as two steps of torch's Adagrad."""
     gradients = [[3.0, -4.0], [1.0, 2.0]]
@@ -91,10 +83,7 @@ def test_adagrad_is_torchs():
         optimizer.step()
     got = merged("adagrad", [one(gradient, worker=w) for w, gradient in enumerate(gradients)], rate=0.1)
     assert got == pytest.approx(parameter.tolist(), abs=1e-15)
-
-
-def test_adagrad_leaves_what_never_had_a_gradient():
-    assert merged("adagrad", [one([0.0, 1.0])], rate=0.5) == [1.0, pytest.approx(1.5)]
+    assert merged("adagrad", [one([0.0, 1.0])], rate=0.5) == [1.0, pytest.approx(1.5)]  # that never had a gradient
 
 
 def test_weighted_mean_is_the_naive_one():
@@ -105,44 +94,20 @@ def test_weighted_mean_is_the_naive_one():
         weighted_mean([Push(w, u.clone(), x) for w, (u, x) in enumerate(zip(updates, weights, strict=True))]), wanted
     )
     assert weighted_mean([Push(0, updates[0], 7.0)]) is updates[0]
-
-
-def test_weighted_mean_of_16_bits_is_added_in_32():
     updates = [tensor([256.0], dtype=torch.bfloat16)] + [tensor([3.0], dtype=torch.bfloat16)] * 3
     mean = weighted_mean([Push(w, u.clone(), 1.0) for w, u in enumerate(updates)])
     assert mean.dtype == torch.bfloat16
-    assert float(mean) == float(tensor(265 / 4, dtype=torch.bfloat16))
+    assert float(mean) == float(tensor(265 / 4, dtype=torch.bfloat16)), "numbers of 16 bits are added in 32"
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if name != "quorum"])
-def test_what_a_rule_remembers_brings_it_back(rule):
-    options = OPTIONS.get(rule, {})
-    center = tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    first = make_rule(ServerSpec(rule=rule, options=options))
-    first.start(center)
-    for update in ([1.0, 2.0, -1.0], [0.5, 0.0, 2.0]):
-        first.merge(center, center, [push(update)])
-    vectors, numbers = {n: v.clone() for n, v in first.vectors().items()}, first.numbers()
-    assert all(vector.shape == center.shape for vector in vectors.values())
-    again, second = center.clone(), make_rule(ServerSpec(rule=rule, options=options))
-    second.load(again, {"center": again, **vectors}, numbers)
-    for made, at in ((first, center), (second, again)):
-        made.merge(at, at, [push([1.0, 1.0, 1.0])])
-    assert torch.equal(again, center)
-
-
-def test_a_name_that_does_not_exist_lists_those_that_do():
-    with pytest.raises(UnknownName, match="add, staleness, distance"):
-        make_rule(ServerSpec(rule="sum"))
-    with pytest.raises(UnknownName, match="alpha"):
-        make_rule(ServerSpec(rule="elastic", options={"beta": 1}))
-    with pytest.raises(UnknownName, match="none"):
-        make_rule(ServerSpec(rule="add", options={"_sum": 1}))
-
-
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
+def test_names_that_do_not_exist_list_those_that_do_and_options_out_of_range_are_refused():
+    for rule, options, words in [
+        ("sum", {}, "add, staleness, distance"),
+        ("elastic", {"beta": 1}, "alpha"),
+        ("add", {"_sum": 1}, "none"),
+    ]:
+        refused(words, make_rule, ServerSpec(rule=rule, options=options), kind=UnknownName)
+    for rule, options in [
         ("elastic", {"alpha": 0.0}),
         ("elastic", {"alpha": float("nan")}),
         ("distance", {"rate": -1}),
@@ -150,13 +115,198 @@ def test_a_name_that_does_not_exist_lists_those_that_do():
         ("adagrad", {"eps": 0}),
         ("quorum", {"backups": -1}),
         ("quorum", {"backups": True}),
-    ],
-)
-def test_options_out_of_range(rule, options):
-    with pytest.raises(BadInput):
-        make_rule(ServerSpec(rule=rule, options=options))
+        ("outer", {"rate": 0}),
+        ("outer", {"optimizer": "Adam", "momentum": 0.9}),
+        ("outer", {"options": {"speed": 1}}),
+        ("pairs", {"seed": -1}),
+        ("pairs", {"seed": 0.5}),
+        ("pairs", {"seed": True}),
+    ]:
+        refused("", make_rule, ServerSpec(rule=rule, options=options))
 
 
 def test_which_rules_add_what_the_workers_own_steps_moved():
     assert {name for name, rule in RULES.items() if rule.adds_steps} == {"add", "staleness", "distance"}
     assert {name for name, rule in RULES.items() if rule.divides_by_staleness} == {"staleness"}
+
+
+# -- the outer optimizer moves the center as torch's own would ---------------------------------------------------------
+
+
+def outer(**options):
+    return make_rule(ServerSpec(rule="outer", options=options))
+
+
+def walk(rule, center, updates, *, in_place):
+    rule.start(center)
+    for update in updates:
+        new = center if in_place else torch.full_like(center, float("nan"))
+        rule.merge(center, new, [Push(0, update, 1.0)])
+        center = new
+    return center
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_every_optimizer_steps_along_minus_the_update(optimizer):
+    """In place and out of place, over shards too: each weight is treated by itself."""
+    updates = [torch.randn(5, dtype=torch.float64) for _ in range(4)]
+    start = torch.randn(5, dtype=torch.float64)
+    parameter = torch.nn.Parameter(start.clone())
+    reference = getattr(torch.optim, optimizer)([parameter], lr=0.1)
+    for update in updates:
+        parameter.grad = -update
+        reference.step()
+    for in_place in (True, False):
+        got = walk(outer(optimizer=optimizer, rate=0.1), start.clone(), updates, in_place=in_place)
+        assert torch.equal(got, parameter.detach())
+    left = walk(outer(optimizer=optimizer, rate=0.1), start[:2].clone(), [u[:2] for u in updates], in_place=False)
+    assert torch.equal(left, parameter.detach()[:2])
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_its_state_comes_back(optimizer):
+    center = torch.randn(4, dtype=torch.float64)
+    rule, again = outer(optimizer=optimizer, rate=0.1), outer(optimizer=optimizer, rate=0.1)
+    rule.start(center)
+    for _ in range(2):
+        rule.merge(center, center, [Push(0, torch.randn(4, dtype=torch.float64), 1.0)])
+    copy = center.clone()
+    again.load(copy, {name: v.clone() for name, v in rule.vectors().items()}, rule.numbers())
+    update = torch.randn(4, dtype=torch.float64)
+    for one, at in ((rule, center), (again, copy)):
+        one.merge(at, at, [Push(0, update.clone(), 1.0)])
+    assert torch.equal(copy, center)
+
+
+def test_before_the_first_step_there_is_nothing_to_remember():
+    rule, again = outer(optimizer="Adam"), outer(optimizer="Adam")
+    center = torch.zeros(3)
+    rule.start(center)
+    again.load(center, rule.vectors(), rule.numbers())
+    again.merge(center, center, [Push(0, torch.ones(3), 1.0)])
+    assert center.tolist() == pytest.approx([0.7] * 3)
+
+
+def test_others_are_refused():
+    for optimizer in ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer", "sgd"):
+        refused("SGD, Adagrad", make_rule, ServerSpec(rule="outer", options={"optimizer": optimizer}))
+
+
+# -- pairs: every worker's vector, averaged two at a time --------------------------------------------------------------
+
+
+F64 = torch.float64
+
+
+def pairs_of(workers, start=(0.0,), bound=None, **options):
+    store = Store(make_rule(ServerSpec(rule="pairs", options=options)), workers, bound)
+    store.initialize(torch.tensor(start, dtype=F64))
+    for worker in range(workers):
+        store.activate(worker, 0)
+    return store
+
+
+def vectors(store):
+    return [vector.tolist() for vector in store.rule.vectors().values()]
+
+
+def give(store, worker, number, *update):
+    return store.push(worker, number, torch.tensor(update, dtype=F64), 1.0, 0)
+
+
+def test_two_workers_by_hand():
+    """Both become their mean, then the one that pushes moves; an answer is that one's vector, and stays as it was said."""
+    store = pairs_of(2)
+    first = give(store, 0, 1, 4.0)
+    assert (first.answer.tolist(), vectors(store), store.center.tolist()) == ([4.0], [[4.0], [0.0]], [2.0])
+    second = give(store, 1, 1, 2.0)
+    assert (second.answer.tolist(), vectors(store), store.center.tolist()) == ([4.0], [[2.0], [4.0]], [3.0])
+    assert first.answer.tolist() == [4.0]
+    third = give(store, 0, 2, 0.0)
+    assert (third.answer.tolist(), vectors(store), store.center.tolist()) == ([3.0], [[3.0], [3.0]], [3.0])
+    assert (first.staleness, second.staleness, third.staleness) == (0, 1, 1)
+    store = pairs_of(2, bound=0)  # the pushes of a round come one after the other in rank order
+    give(store, 1, 1, 2.0)
+    give(store, 0, 1, 4.0)
+    assert (vectors(store), store.version, store.center.tolist()) == ([[2.0], [4.0]], 1, [3.0])
+    assert {worker: reply.answer.tolist() for worker, reply in store.released} == {1: [4.0]}
+
+
+def test_nothing_is_lost():
+    """The center is the mean of all vectors, and has moved by the N-th part of all that was pushed."""
+    for workers in (1, 2, 3, 8):
+        order, store, pushed = random.Random(1), pairs_of(workers, [1.0, -2.0]), torch.zeros(2, dtype=F64)
+        numbers = [0] * workers
+        for _ in range(100):
+            worker, update = order.randrange(workers), torch.tensor([order.gauss(0, 1), order.gauss(0, 1)], dtype=F64)
+            numbers[worker] += 1
+            reply = store.push(worker, numbers[worker], update, order.choice([1.0, 7.0]), 0)
+            pushed += update
+            assert reply.answer.tolist() == vectors(store)[worker], workers
+        wanted = torch.tensor([1.0, -2.0], dtype=F64) + pushed / workers
+        assert torch.allclose(torch.tensor(vectors(store), dtype=F64).mean(0), wanted, rtol=0, atol=1e-12), workers
+        assert torch.allclose(store.center, wanted, rtol=0, atol=1e-12), workers
+
+
+def test_a_partner_is_anybody_else_and_all_shards_draw_the_same():
+    """Whatever came between on one of them: two halves give the bits of the whole."""
+    for worker in range(5):
+        assert {partner_of(worker, 5, 0, pushes) for pushes in range(60)} == set(range(5)) - {worker}
+    draws = [[partner_of(2, 9, seed, pushes) for pushes in range(30)] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert partner_of(0, 1, 0, 0) == 0
+    whole, halves = pairs_of(4, [0.0, 0.0]), [pairs_of(4, [0.0]) for _ in range(2)]
+    order, numbers = random.Random(2), [0] * 4
+    for _ in range(40):
+        worker, a, b = order.randrange(4), order.random(), order.random()
+        numbers[worker] += 1
+        give(whole, worker, numbers[worker], a, b)
+        give(halves[0], worker, numbers[worker], a)
+        give(halves[1], worker, numbers[worker], b)
+    assert [a + b for a, b in zip(*map(vectors, halves), strict=True)] == vectors(whole)
+
+
+def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
+    store = pairs_of(3)
+    give(store, 1, 1, 3.0)
+    store.deactivate(1)
+    store.leave(2)
+    for number in range(1, 80):
+        give(store, 0, number, 0.0)
+    assert vectors(store) == [[pytest.approx(1.0, abs=1e-9)]] * 3
+    assert store.center.tolist() == [1.0]
+
+
+def test_a_snapshot_goes_on_as_if_never_interrupted():
+    """CASE 19: the count of pushes, which draws partners, included."""
+    stores = [pairs_of(3, seed=4) for _ in range(2)]
+    for number in range(1, 6):
+        for worker in range(3):
+            give(stores[0], worker, number, worker + number)
+    captured, numbers = stores[0].capture()
+    stores[1].restore({name: vector.clone() for name, vector in captured.items()}, numbers)
+    for store, first in zip(stores, (6, 1), strict=True):
+        for later in range(5):
+            give(store, later % 3, first + later // 3, 1.0)
+    assert vectors(stores[0]) == vectors(stores[1])
+    assert torch.equal(stores[0].center, stores[1].center)
+
+
+def test_with_another_number_of_workers_all_begin_at_the_center():
+    store = pairs_of(2)
+    give(store, 0, 1, 4.0)
+    fresh = pairs_of(3)
+    fresh.restore(*store.capture())
+    assert vectors(fresh) == [[2.0]] * 3
+    give(fresh, 2, 1, 3.0)
+    assert fresh.center.tolist() == [3.0]
+
+
+def test_it_leaves_the_version_that_others_read():
+    rule = PairsRule()
+    rule.expect(range(2))
+    old, new = torch.ones(2, dtype=F64), torch.zeros(2, dtype=F64)
+    rule.start(old)
+    pushes = [Push(worker, torch.full((2,), 2.0, dtype=F64), 1.0) for worker in range(2)]
+    rule.merge(old, new, pushes)
+    assert (old.tolist(), new.tolist()) == ([1.0, 1.0], [3.0, 3.0])

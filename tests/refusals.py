@@ -1,0 +1,29 @@
+"""What is refused, for tests that try many inputs in a loop: the one that was taken is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from manyhands.errors import BadInput
+
+
+def refused(
+    words: str,
+    call: Callable[..., Any],
+    *arguments: Any,
+    kind: type[Exception] | tuple[type[Exception], ...] = BadInput,
+    case: object = None,
+) -> Exception:
+    """`call(*arguments)` raises an exception of this kind, in whose text `words` are found. Returns it."""
+    named = f"{arguments if case is None else case!s:.300}"
+    try:
+        found = call(*arguments)
+    except kind as error:
+        if not re.search(words, str(error)):
+            pytest.fail(f"{named} was refused with other words than {words!r}: {error}")
+        return error
+    pytest.fail(f"{named} was not refused: {found!r:.300}")
