@@ -34,28 +34,30 @@ def measured(task: mh.Task) -> Any:
     return evaluate
 
 
-def alone(task: mh.Task) -> StepExecutor:
-    torch.manual_seed(0)
-    executor = AutogradExecutor(task.model, task.optimizer, loss=task.loss)
+def built(executor: StepExecutor) -> StepExecutor:
     executor.build(lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device))
     return executor
 
 
+def alone(task: mh.Task) -> StepExecutor:
+    torch.manual_seed(0)
+    return built(AutogradExecutor(task.model, task.optimizer, loss=task.loss))
+
+
 @pytest.mark.parametrize("name", ["gpt", "mlp", "encoder"])
-@pytest.mark.parametrize("check", EXECUTOR_SUITE)
-def test_one_worker(name: str, check: str) -> None:
+def test_one_worker(name: str) -> None:
     task = TASKS[name]
-    EXECUTOR_SUITE[check](ExecutorCase(executor=alone(task), batch=batch_of(task), evaluate=measured(task)))
+    for check in EXECUTOR_SUITE.values():
+        check(ExecutorCase(executor=alone(task), batch=batch_of(task), evaluate=measured(task)))
 
 
-@pytest.mark.parametrize("check", EXECUTOR_SUITE)
-def test_a_kernel(check: str) -> None:
+def test_a_kernel() -> None:
     data = rows_of_products()
     task = mh.Task(kernel=Products(), rate=0.02, train_data=data)
-    executor = KernelExecutor(task.model, task.optimizer)
-    executor.build(lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device))
     batch = {name: torch.from_numpy(column[:12]) for name, column in data.items()}
-    EXECUTOR_SUITE[check](ExecutorCase(executor=executor, batch=batch, evaluate=task.metrics))
+    for check in EXECUTOR_SUITE.values():
+        executor = built(KernelExecutor(task.model, task.optimizer))
+        check(ExecutorCase(executor=executor, batch=batch, evaluate=task.metrics))
 
 
 @pytest.mark.parametrize(
@@ -96,13 +98,12 @@ class ClipsAlone(AutogradExecutor):
         super().clip(norm / 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "check"),
-    [(PilesUp, "a_tick_forgets_the_one_before"), (ClipsAlone, "clipping_is_by_the_norm_of_the_whole_replica")],
-)
-def test_what_breaks_the_contract_is_found(kind: type[AutogradExecutor], check: str) -> None:
+def test_what_breaks_the_contract_is_found() -> None:
     task = TASKS["mlp"]
-    executor = kind(task.model, task.optimizer, loss=task.loss)
-    executor.build(lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device))
-    with pytest.raises(CheckFailed):
-        EXECUTOR_SUITE[check](ExecutorCase(executor=executor, batch=batch_of(task), evaluate=measured(task)))
+    for kind, check in (
+        (PilesUp, "a_tick_forgets_the_one_before"),
+        (ClipsAlone, "clipping_is_by_the_norm_of_the_whole_replica"),
+    ):
+        executor = built(kind(task.model, task.optimizer, loss=task.loss))
+        with pytest.raises(CheckFailed):
+            EXECUTOR_SUITE[check](ExecutorCase(executor=executor, batch=batch_of(task), evaluate=measured(task)))

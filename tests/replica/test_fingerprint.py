@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import types
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from manyhands.replica import fingerprint
 from manyhands.replica.fingerprint import Facts
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.testing.threads import together
-from manyhands.worker import SoloDriverClient, Worker
+from manyhands.worker import Worker
 
 
 def code(text: str) -> str:
@@ -98,9 +99,12 @@ class Options:
 
 
 def test_objects_are_their_plain_fields() -> None:
-    assert fingerprint.of_settings(strategy=Options(3, {"a", "b"})) == {"strategy": "Options(period=3)"}
-    assert fingerprint.of_settings(strategy=object()) == {"strategy": "object"}
-    assert fingerprint.of_settings(batch_size=3) == {"batch size": 3}
+    for settings, facts in (
+        ({"strategy": Options(3, {"a", "b"})}, {"strategy": "Options(period=3)"}),
+        ({"strategy": object()}, {"strategy": "object"}),
+        ({"batch_size": 3}, {"batch size": 3}),
+    ):
+        assert fingerprint.of_settings(**settings) == facts
 
 
 class Noisy(Dataset[Any]):
@@ -126,51 +130,44 @@ def rows(data: Any, **options: Any) -> Facts:
     return fingerprint.of_rows(open_source(data, **options), "train_data", seed=3)
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: DataLoader(data, batch_size=4, shuffle=True)])
-def test_a_sample_of_rows_is_the_same_under_one_seed_and_leaves_the_generators_alone(wrap: Any) -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = rows(wrap(Noisy(own=False)))
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert rows(wrap(Noisy(own=False))) == first
-    assert len(first["a sample of train_data"]) == 4
+def test_a_sample_of_rows_is_the_same_under_one_seed_and_leaves_the_generators_alone() -> None:
+    for data in (Noisy(own=False), DataLoader(Noisy(own=False), batch_size=4, shuffle=True)):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        first = rows(data)
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(2)
+        assert rows(data) == first
+        assert len(first["a sample of train_data"]) == 4
 
 
 def test_rows_that_differ_from_themselves_tell_nothing_and_streams_are_each_workers_own() -> None:
-    assert rows(Noisy(own=True)) == {"the number of rows of train_data": 10}
-
     class Own(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter(range(5))
 
-    assert rows(Own()) == {}
-    assert rows(lambda: iter([1, 2])) == {}
-
-
-def test_a_sampler_of_the_users_own_names_rows_as_it_likes() -> None:
     class Words(torch.utils.data.Sampler[Any]):
+        """Of the user's own: it names rows as it likes."""
+
         def __iter__(self) -> Any:
             return iter(["a", "b"])
 
         def __len__(self) -> int:
             return 2
 
+    assert rows(Noisy(own=True)) == {"the number of rows of train_data": 10}
+    assert rows(Own()) == rows(lambda: iter([1, 2])) == {}
     loader = DataLoader({"a": torch.ones(2), "b": torch.zeros(2)}, batch_size=2, sampler=Words())  # type: ignore[arg-type]
     assert rows(loader) == {"the number of rows of train_data": 2}
 
 
-def on_threads(size: int, program: Any) -> list[Any]:
-    return together(size, lambda worker: program(worker.group))
-
-
 def workers(*facts: Facts) -> list[str]:
     """What `differences` says on each of so many workers, which all say the same."""
-    return on_threads(len(facts), lambda group: fingerprint.differences(worker_of(group), lambda: facts[group.rank]))
+    return together(len(facts), lambda worker: fingerprint.differences(named(worker), lambda: facts[worker.rank]))
 
 
-def worker_of(group: Any, **fields: Any) -> Worker:
-    return Worker(rank=group.rank, size=group.size, host=f"host{group.rank}", group=group, **fields)
+def named(worker: Worker, **fields: Any) -> Worker:
+    return replace(worker, host=f"host{worker.rank}", **fields)
 
 
 def test_all_workers_name_the_first_that_differs_and_what_differs() -> None:
@@ -192,32 +189,22 @@ def test_decoders_of_other_machines_round_otherwise_other_rows_do_not() -> None:
         assert "train_data" in workers(here, rows(other))[1]
 
 
-class Hearing(SoloDriverClient):
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-
-def drifted(shift: float, **facts: Any) -> list[Any]:
+def drifted(shift: float, rates: Sequence[float] = (0.1, 0.1)) -> list[Any]:
     """What two workers raise, or warn of, whose parameters are so far apart."""
 
-    def program(group: Any) -> Any:
-        line = Hearing()
-        worker = worker_of(group, driver=line)
-        parameters = FlatVector([torch.linspace(1, 2, 50) * (1 + shift * group.rank)])
-        rates = facts.get("rates", [0.1, 0.1])
+    def program(worker: Worker) -> Any:
+        heard: list[Event] = []
+        worker = named(worker)
+        worker.driver.emit = heard.append  # type: ignore[method-assign]
+        parameters = FlatVector([torch.linspace(1, 2, 50) * (1 + shift * worker.rank)])
+        norm = lambda v: float(v.joined().norm())  # noqa: E731
         try:
-            fingerprint.compare_replicas(
-                worker, parameters, lambda v: float(v.joined().norm()), {"rate": rates[group.rank]}, 7
-            )
+            fingerprint.compare_replicas(worker, parameters, norm, {"rate": rates[worker.rank]}, 7)
         except ManyhandsError as error:
             return str(error)
-        return [event.values["message"] for event in line.events]
+        return [event.values["message"] for event in heard]
 
-    return on_threads(2, program)
+    return together(2, program)
 
 
 def test_replicas_that_drift_apart_are_an_error_and_rounding_is_a_warning() -> None:
@@ -240,11 +227,11 @@ def test_nothing_is_looked_at_by_one_worker_or_in_one_process() -> None:
 
 
 def test_all_workers_raise() -> None:
-    def program(group: Any) -> str:
+    def program(worker: Worker) -> str:
         with pytest.raises(BadInput) as raised:
-            fingerprint.compare(worker_of(group), lambda: fingerprint.of_model(nn.Linear(2, 2 + group.rank)))
+            fingerprint.compare(named(worker), lambda: fingerprint.of_model(nn.Linear(2, 2 + worker.rank)))
         return str(raised.value)
 
-    first, second = on_threads(2, program)
+    first, second = together(2, program)
     assert first == second
     assert "Linear of 9 parameters, and on worker 0 (host0) it is Linear of 6 parameters" in first

@@ -42,9 +42,8 @@ task = mh.Task(model=model, loss=loss, optimizer=optimizer, train_data="rows.npz
 """
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "alike, but for paths, comments, and who draws": ({}, []),
-    "another copy of my.py": ({"rate": "0.2"}, ["code of my is"]),
-    "other rows": ({"seed": 2}, ["a sample of train_data"]),
+    "alike, but for paths and comments": ({}, []),
+    "another copy of my.py, and other rows": ({"rate": "0.2", "seed": 2}, ["code of my is", "a sample of train_data"]),
 }
 
 
@@ -105,15 +104,11 @@ def test_replicas_that_drift_apart_end_the_run_before_the_next_checkpoint(local:
 
 
 @pytest.mark.slow
-def test_they_are_compared_every_so_many_steps_if_asked(local: Local) -> None:
+def test_they_are_compared_every_so_many_steps_if_asked(local: Local, tmp_path: Path) -> None:
+    """Local SGD averages every 4 steps: what drifted in a window is averaged too."""
     with pytest.raises(ManyhandsError, match="differ at step 3"):
         train(local, loss=Drifting(2), check_replicas_every=3)
     assert train(local, loss=Drifting(2), max_steps=4).steps == 4  # nobody asked, and there is no checkpoint
-
-
-@pytest.mark.slow
-def test_where_replicas_may_differ_they_are_compared_when_they_are_equal_again(local: Local, tmp_path: Path) -> None:
-    """Local SGD averages every 4 steps: what drifted in a window is averaged too."""
     options = {"strategy": "local-sgd:period=4", "check_replicas_every": 3, "run_dir": tmp_path / "run"}
     assert train(local, loss=Drifting(2), checkpoint_every=2, **options).steps == 12
 

@@ -48,12 +48,7 @@ def test_a_parameters_numbers_are_those_of_the_rank_that_stepped_it_most() -> No
 
 
 def test_a_number_of_the_optimizers_own_stays_one_also_beside_a_parameter_that_is_one() -> None:
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["norm"] = torch.tensor(2.0, dtype=torch.float64)
-
-    for states in averaged(lambda m: Own(m.parameters(), lr=0.1), [0, 1]):
+    for states in averaged(lambda m: Own(m.parameters(), "norm", torch.tensor(2.0, dtype=torch.float64)), [0, 1]):
         assert [state["norm"].shape for state in states] == [(), ()]
         assert [float(state["norm"]) for state in states] == [2.0, 2.0]
 
@@ -92,24 +87,29 @@ def test_state_that_is_not_like_its_parameter_is_refused_by_name_on_all_ranks() 
 
 
 def test_state_of_another_dtype_than_its_parameter_is_refused() -> None:
-    class Rounded(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["codes"] = torch.zeros_like(p, dtype=torch.uint8)
-
     with pytest.raises(Unsupported, match="codes"):
-        averaged(lambda m: Rounded(m.parameters(), lr=0.1), [1, 1])
+        averaged(lambda m: Own(m.parameters(), "codes", torch.zeros(2, dtype=torch.uint8)), [1, 1])
 
 
-def _is_view(tensor: Tensor, of: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+class Own(torch.optim.SGD):
+    """Its state of each parameter is one tensor of this name."""
+
+    def __init__(self, parameters: Any, name: str, value: Tensor) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.name, self.value = name, value
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            shaped = self.value if self.value.dim() == 0 else torch.zeros_like(p, dtype=self.value.dtype)
+            self.state[p][self.name] = shaped.clone()
 
 
 def test_averaged_state_lies_in_one_vector() -> None:
     def program(worker: Worker) -> bool:
         replica = Replica.of(Two(), lambda m: torch.optim.Adagrad(m.parameters()), group=worker.group)
         replica.optimizer_state.average(worker.group, 1.0, 0b11)
-        vector = replica.optimizer_state.vectors["sum"].parts[0]
-        return all(_is_view(replica.optimizer.state[p]["sum"], vector) for p in replica.trainable)
+        held = [replica.optimizer.state[p]["sum"] for p in replica.trainable]
+        vectors = [*held, replica.optimizer_state.vectors["sum"].parts[0]]
+        return len({vector.untyped_storage().data_ptr() for vector in vectors}) == 1
 
     assert together(2, program) == [True, True]

@@ -83,21 +83,3 @@ def test_equal_workers_count_in_full_also_where_one_is_a_moment_earlier(log: Log
     log.counted = 0.0
     run = train("diloco:period=2,via=server", engine="sim:compute='row=1e-2,2=6x'")
     assert 0.5 * run.rows["total"] < log.counted < run.rows["total"]
-
-
-def test_unequal_workers_are_replayed_bit_for_bit(tmp_path: Path) -> None:
-    """With checkpoints and validations in mid-epoch: the order of versions says all."""
-    task, every = {"validation_data": plain.rows(20), "epochs": 2}, {"validate_every": 5, "checkpoint_every": 4}
-    for options in ("", ",quorum=1,grace=0,bound=2,compress=topk:0.1"):
-        folder = tmp_path / f"run{len(options)}"
-        run = train(f"diloco:period=3,via=server{options}", task=task, run_dir=folder, **every)
-        given = plain.task(train_data=plain.rows(ROWS), **task)
-        assert mh.replay(folder, task=given).identical, options
-        assert run.rows["workers"][2] < run.rows["workers"][0], options
-
-
-def test_unequal_workers_learn() -> None:
-    """Beside the same rows in step."""
-    fields = {"validation_data": plain.rows(ROWS), "epochs": 6}
-    ours, theirs = (train(f"diloco:period=4{more}", task=fields).metrics for more in (",via=server", ""))
-    assert ours["validation_loss"] < 1.05 * theirs["validation_loss"]

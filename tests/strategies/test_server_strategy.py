@@ -20,22 +20,6 @@ def test_without_a_server_it_is_refused() -> None:
         Hand(AGN(), Worker(), slope(1.0), [0.0], 0.1)
 
 
-def test_all_start_from_rank_0s_parameters() -> None:
-    """CASE 25"""
-
-    def program(hand: Hand) -> tuple[float, float]:
-        return float(hand.x), float(hand.center)
-
-    class Own(AGN):
-        name = "own"
-
-        def start(self, replica, worker):
-            replica.parameters.parts[0][0] = worker.rank + 5.0
-            return super().start(replica, worker)
-
-    assert hands(Own(), [slope(1.0)] * 3, program) == [(5.0, 5.0)] * 3
-
-
 def test_the_center_comes_in_a_vector_of_its_own() -> None:
     """Keeping it, or writing to it, changes nothing."""
 

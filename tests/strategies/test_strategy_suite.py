@@ -181,49 +181,37 @@ def test_a_check_that_does_not_apply_says_so() -> None:
         STRATEGY_SUITE["resume"](own_pace, sizes=(3,))
 
 
-class _OwnStart(AllReduce):
-    def start(self, replica: Replica, worker: Worker) -> Any:
-        replica.broadcast_from_rank0 = lambda group: None  # type: ignore[method-assign]
-        return super().start(replica, worker)
+def broken(kind: type[Any], before: Any = None, after: Any = None, **attributes: Any) -> Any:
+    """`kind` with something done before or after each exchange, or with other attributes."""
+
+    class Broken(kind):  # type: ignore[misc]
+        def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
+            if before is not None:
+                before(replica)
+            result: StepResult = super().exchange(replica, worker, state)
+            return result if after is None else after(replica, result) or result
+
+    for name, value in attributes.items():
+        setattr(Broken, name, value)
+    return Broken
 
 
-class _NeverEnds(AllReduce):
-    def exchange(self, *args: Any) -> StepResult:
-        return replace(super().exchange(*args), rows_left=True)
-
-
-class _EndsAlone(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        return replace(super().exchange(replica, worker, state), rows_left=replica.control.more)
-
-
-class _NeverVotes(LocalSGD):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        replica.control.sync_if_due = lambda worker: False  # type: ignore[method-assign]
-        return super().exchange(replica, worker, state)
-
-
-class _StopsAlone(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        answer = super().exchange(replica, worker, state)
-        replica.control.received = replica.control.own
-        return answer
-
-
-class _FinishesTwice(AllReduce):
-    def finish(self, replica: Replica, worker: Worker, state: Any) -> None:
-        replica.parameters.mul_(0.9)
-
-
-class _OwnAnswer(LocalSGD):
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
-        return replica.parameters
-
-
-class _ConsensusMoves(LocalSGD):
-    def consensus(self, replica: Replica, worker: Worker, state: Any) -> FlatVector:
-        replica.set_parameters(super().consensus(replica, worker, state))
-        return replica.parameters
+_own_start = broken(
+    AllReduce,
+    start=lambda self, r, w: setattr(r, "broadcast_from_rank0", lambda group: None) or AllReduce.start(self, r, w),
+)
+_never_ends = broken(AllReduce, after=lambda r, result: replace(result, rows_left=True))
+_ends_alone = broken(AllReduce, after=lambda r, result: replace(result, rows_left=r.control.more))
+_never_votes = broken(LocalSGD, before=lambda r: setattr(r.control, "sync_if_due", lambda worker: False))
+_stops_alone = broken(AllReduce, after=lambda r, result: setattr(r.control, "received", r.control.own))
+_applies_twice = broken(AllReduce, after=lambda r, result: r.apply() and None)
+_moves_alone = broken(LocalSGD, before=lambda r: r.idle and r.parameters.mul_(0.99))
+_finishes_twice = broken(AllReduce, finish=lambda self, r, w, s: r.parameters.mul_(0.9))
+_own_answer = broken(LocalSGD, consensus=lambda self, r, w, s: r.parameters)
+_consensus_moves = broken(
+    LocalSGD,
+    consensus=lambda self, r, w, s: r.set_parameters(LocalSGD.consensus(self, r, w, s)) or r.parameters,
+)
 
 
 @dataclass(kw_only=True)
@@ -264,29 +252,11 @@ class _Remembers(AllReduce):
         return answer
 
 
-class _MovesAlone(LocalSGD):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        if replica.idle:
-            replica.parameters.mul_(0.99)
-        return super().exchange(replica, worker, state)
-
-
 class _TalksWithRowsOnly(AllReduce):
     def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
         if replica.idle:
             return StepResult(applied=False, rows_left=replica.control.more)
         return super().exchange(replica, worker, state)
-
-
-class _AppliesTwice(AllReduce):
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        result = super().exchange(replica, worker, state)
-        replica.apply()
-        return result
-
-
-class _Undescribed(AllReduce):
-    source = ""
 
 
 class _ThirdTime(AllReduce):
@@ -302,29 +272,29 @@ class _ThirdTime(AllReduce):
 
 
 @pytest.mark.parametrize(
-    ("broken", "check", "problem"),
+    ("strategy", "check", "problem"),
     [
-        (_OwnStart(), "start", "the start of rank 1 has other bits"),
-        (_NeverEnds(), "streams", r"ticks \[None\] by rank"),
-        (_EndsAlone(), "streams", r"ticks \[2, 6, 10\] by rank"),
-        (_NeverVotes(period="end"), "streams", "None"),
-        (_NeverVotes(period="end"), "stop", "received at ticks"),
-        (_StopsAlone(), "stop", r"\[None, None, 5\]"),
-        (_FinishesTwice(), "finish", "finish before the first tick"),
-        (_OwnAnswer(period=3), "consensus", "after tick 0 of rank 1 has other bits"),
-        (_ConsensusMoves(period=3), "consensus", "computing the consensus after tick 0"),
+        (_own_start(), "start", "the start of rank 1 has other bits"),
+        (_never_ends(), "streams", r"ticks \[None\] by rank"),
+        (_ends_alone(), "streams", r"ticks \[2, 6, 10\] by rank"),
+        (_never_votes(period="end"), "streams", "None"),
+        (_never_votes(period="end"), "stop", "received at ticks"),
+        (_stops_alone(), "stop", r"\[None, None, 5\]"),
+        (_finishes_twice(), "finish", "finish before the first tick"),
+        (_own_answer(period=3), "consensus", "after tick 0 of rank 1 has other bits"),
+        (_consensus_moves(period=3), "consensus", "computing the consensus after tick 0"),
         (_Momentum(), "round_of_nothing", "9 ticks without any rows"),
         (_Remembers(), "round_of_nothing", "training after 9 ticks without rows"),
         (_Remembers(), "resume", "resumed after 1 ticks"),
-        (_MovesAlone(period=3), "worker_without_rows", "without rows and outside of a round"),
+        (_moves_alone(period=3), "worker_without_rows", "without rows and outside of a round"),
         (_TalksWithRowsOnly(), "worker_without_rows", "hung"),
-        (_AppliesTwice(), "plain_loop", "2 steps, expected one at most"),
+        (_applies_twice(), "plain_loop", "2 steps, expected one at most"),
         (_Momentum(), "plain_loop", "compared with a plain loop: expected the same bits"),
-        (_Undescribed(), "description", "source is empty"),
+        (broken(AllReduce, source="")(), "description", "source is empty"),
         (_ThirdTime(), "repeat", "the same run twice"),
     ],
 )
-def test_a_broken_strategy_fails(broken: Any, check: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_strategy_fails(strategy: Any, check: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "DEADLINE_S", 0.5)
     with pytest.raises(CheckFailed, match=problem):
-        STRATEGY_SUITE[check](broken)
+        STRATEGY_SUITE[check](strategy)

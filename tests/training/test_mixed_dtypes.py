@@ -1,4 +1,4 @@
-"""A model with float32 and bfloat16 parameters: a shard for each, under every strategy that a float32 model has."""
+"""A model with float32 and bfloat16 parameters: a shard for each, under every kind of exchange that a float32 model has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_strategy_suite import STRATEGIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,8 +36,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(60, 4, generator=generator)
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
     return x, torch.stack([x[:, 0] - x[:, 1], x[:, 2]], dim=1)
 
 
@@ -57,53 +55,30 @@ def task(**fields: object) -> mh.Task:
     return mh.Task(**{**given, **fields})  # type: ignore[arg-type]
 
 
-def float32() -> nn.Module:
-    return Mixed().float()
-
-
 def initial(model: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return model()
 
 
-FAST = {  # one of each kind of exchange; the other specs are slow
-    *(
-        "allreduce:overlap=true",
-        "allreduce:compress=powersgd:1",
-        "local-sgd:period=3",
-        "gossip:weights=push-sum,period=2",
-    ),
-    *("gossip:graph=pairs", "diloco:period=4,streaming=2", "diloco:via=server", "diloco:period=2,compress=topk:0.3"),
-    *(
-        "ensemble",
-        "downpour:push_every=2,pull_every=3,warmup=2",
-        "downpour:compress=qsgd:4",
-        "agn",
-        "dynsgd",
-        "distance",
-    ),
-    *("easgd:period=3,via=group", "eamsgd", "quorum:backups=1", "quorum:compress=powersgd:1"),
-}
-MILDER = {
-    "diloco:period=2,via=server,quorum=1,grace=0": ",outer_rate=0.2,outer_momentum=0.0"
-}  # else float32 diverges, too
-SPECS = [
-    pytest.param(spec + MILDER.get(spec, ""), marks=[] if spec in FAST else [pytest.mark.slow])
-    for spec in STRATEGIES
-    if spec != "solo" and not spec.startswith("hogwild")  # which needs memory that workers share: see below
-]
-
-
-def test_the_fast_ones_are_strategies_of_the_suite() -> None:
-    assert set(STRATEGIES) >= FAST, FAST - set(STRATEGIES)
-
-
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("allreduce:overlap=true", "allreduce:sharded=true", "allreduce:compress=powersgd:1", "local-sgd:period=3"),
+        *("gossip:weights=push-sum,period=2", "gossip:graph=pairs", "diloco:period=4,streaming=2", "diloco:via=server"),
+        *("diloco:period=2,compress=topk:0.3", "ensemble", "downpour:push_every=2,pull_every=3,warmup=2", "eamsgd"),
+        *("downpour:compress=qsgd:4", "downpour:rule=adagrad,bound=0", "downpour:overlap=true", "agn", "distance"),
+        *("easgd:period=3,via=group", "quorum:backups=1", "quorum:compress=powersgd:1", "update-sharing"),
+        "allreduce:combine=adasum",
+    ],
+)
 def test_it_trains_as_a_float32_model_does(spec: str) -> None:
     """Up to the precision of bfloat16: in the validation loss of a few dozen steps."""
-    workers = max(STRATEGIES.get(spec, (3,)))  # a milder one has a spec of its own
+    workers = 4 if "adasum" in spec else 3
     options = {"strategy": spec, "workers": workers, "engine": "sim", "callbacks": []}
-    mixed, wide = (mh.train(task(model=model), **options) for model in (Mixed, float32))  # type: ignore[arg-type]
+    mixed, wide = (
+        mh.train(task(model=model), **options)  # type: ignore[arg-type]
+        for model in (Mixed, lambda: Mixed().float())
+    )
     before = initial(Mixed)
     start = float(loss(before, rows()).detach())
     assert abs(mixed.metrics["validation_loss"] - wide.metrics["validation_loss"]) < 0.15 * start
@@ -113,14 +88,14 @@ def test_it_trains_as_a_float32_model_does(spec: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["hogwild", "allreduce", "local-sgd:period=2", "downpour"])
-def test_on_worker_processes(spec: str, local: mh.Local) -> None:
-    run = mh.train(task(), strategy=spec, workers=2, engine=local, callbacks=[])
-    assert run.model.middle.weight.dtype == BF16
-    assert run.metrics["validation_loss"] < 0.6 * float(loss(initial(Mixed), rows()).detach()), run.metrics
+def test_on_worker_processes(local: mh.Local) -> None:
+    for spec in ("hogwild", "allreduce", "local-sgd:period=2", "downpour"):
+        run = mh.train(task(), strategy=spec, workers=2, engine=local, callbacks=[])
+        assert run.model.middle.weight.dtype == BF16
+        assert run.metrics["validation_loss"] < 0.6 * float(loss(initial(Mixed), rows()).detach()), (spec, run.metrics)
 
 
-def test_one_worker_is_a_plain_loop_bit_for_bit() -> None:
+def test_one_worker_is_a_plain_loop_bit_for_bit_and_four_are_one_up_to_bfloat16() -> None:
     run = mh.train(task(clip_norm=None), workers=1, callbacks=[])
     model = initial(Mixed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -133,6 +108,9 @@ def test_one_worker_is_a_plain_loop_bit_for_bit() -> None:
             optimizer.step()
     for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+    one, four = (mh.train(task(), workers=n, engine="sim" if n > 1 else "local", callbacks=[]) for n in (1, 4))
+    for ours, theirs in zip(four.model.parameters(), one.model.parameters(), strict=True):
+        assert (ours.float() - theirs.float()).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("spec", ["diloco:period=3", "downpour:bound=0", "allreduce:compress=topk:0.3"])
@@ -143,12 +121,6 @@ def test_resumed_is_uninterrupted(spec: str, tmp_path: Path) -> None:
     again = mh.train(task(), run_dir=tmp_path, resume=True, **options)  # type: ignore[arg-type]
     for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_four_workers_equal_one_up_to_bfloat16() -> None:
-    one, four = (mh.train(task(), workers=n, engine="sim" if n > 1 else "local", callbacks=[]) for n in (1, 4))
-    for ours, theirs in zip(four.model.parameters(), one.model.parameters(), strict=True):
-        assert (ours.float() - theirs.float()).abs().max() < 0.02
 
 
 class Three(nn.Module):
@@ -164,9 +136,8 @@ class Three(nn.Module):
 
 
 @pytest.mark.parametrize("codec", ["topk:0.5", "int8"])
-@pytest.mark.parametrize("used", ["a", "b", "c"])
-def test_a_codec_sends_the_parameter_that_has_a_gradient(used: str, codec: str) -> None:
-    def program(worker: Worker) -> dict[str, bool]:
+def test_a_codec_sends_the_parameter_that_has_a_gradient(codec: str) -> None:
+    def moved(worker: Worker, used: str) -> dict[str, bool]:
         model, strategy = Three(), strategy_of(f"allreduce:compress={codec}")
         sgd = torch.optim.SGD([model.a, model.b, model.c], lr=0.5)
         replica = Replica.of(model, sgd, group=worker.mesh.data, loss=lambda m, batch: getattr(m, used).float().sum())
@@ -176,5 +147,7 @@ def test_a_codec_sends_the_parameter_that_has_a_gradient(used: str, codec: str) 
         strategy.exchange(replica, worker, state)
         return {name: bool((p != 1).any()) for name, p in model.named_parameters()}
 
-    for moved in together(2, program):
-        assert moved == {name: name == used for name in "abc"}
+    for used in "abc":
+        assert (
+            together(2, lambda worker, used=used: moved(worker, used)) == [{name: name == used for name in "abc"}] * 2
+        )

@@ -22,15 +22,22 @@ def plan(model: object) -> WorkerPlan:
     return WorkerPlan(task=task, strategy=AllReduce())
 
 
-def test_workers_of_one_process_have_models_of_their_own_and_one_policy() -> None:
+class Loss(nn.Module):
+    def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).mean()
+        return loss
+
+
+def test_workers_of_one_process_have_models_and_losses_of_their_own_and_one_policy() -> None:
     shared = plan(nn.Linear(1, 1))
+    shared = WorkerPlan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
     own, other = shared.copy_for_thread(), shared.copy_for_thread()
-    assert isinstance(own.task.model, nn.Module)
-    assert isinstance(other.task.model, nn.Module)
     with torch.no_grad():
-        own.task.model.weight.fill_(7.0)
-    assert other.task.model.weight.item() != 7.0
-    assert shared.task.model.weight.item() != 7.0  # type: ignore[union-attr]
+        own.task.model.weight.fill_(7.0)  # type: ignore[union-attr]
+    for model in (other.task.model, shared.task.model):
+        assert model.weight.item() != 7.0  # type: ignore[union-attr]
+    assert own.task.loss is not shared.task.loss
+    assert own.task.evaluate is not shared.task.evaluate
     assert own.keep is other.keep
     with pytest.raises(FrozenInstanceError):
         own.keep.metric = "validation_loss"  # type: ignore[misc]
@@ -43,16 +50,3 @@ def test_a_function_may_give_the_same_model_each_time_and_no_processes_load_rows
     assert made is not given
     assert torch.equal(made.weight, given.weight)
     assert own.task.loader_processes == 0
-
-
-def test_a_loss_that_is_a_module_is_the_workers_own() -> None:
-    class Loss(nn.Module):
-        def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = model(batch).mean()
-            return loss
-
-    shared = plan(nn.Linear(1, 1))
-    shared = WorkerPlan(task=shared.task.with_fields(loss=Loss(), evaluate=Loss()), strategy=AllReduce())
-    own = shared.copy_for_thread()
-    assert own.task.loss is not shared.task.loss
-    assert own.task.evaluate is not shared.task.evaluate

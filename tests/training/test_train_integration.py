@@ -1,4 +1,4 @@
-"""train() on several real processes."""
+"""train() on several real processes, and on simulated ones what needs no process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,31 @@ from manyhands.events import Event
 from slow_cases import slow_after
 
 
-def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
-
-
 def task(**fields: Any) -> mh.Task:
-    return plain.task(**{"epochs": 3, "schedule": cosine, **fields})
+    schedule = lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)  # noqa: E731
+    return plain.task(**{"epochs": 3, "schedule": schedule, **fields})
 
 
-def train(given: mh.Task, local: Local, workers: int = 4, **options: Any) -> mh.Run:
-    return mh.train(given, engine=local, workers=workers, threads_per_worker=1, **options)
+def train(given: mh.Task, engine: Local | str, workers: int = 4, **options: Any) -> mh.Run:
+    return mh.train(given, engine=engine, workers=workers, threads_per_worker=1, **options)
 
 
 def apart(a: mh.Run, b: mh.Run) -> float:
     return float((a.parameters - b.parameters).abs().max())
 
 
-@pytest.mark.parametrize("optimizer", slow_after(1, ["sgd", "momentum", "adamw"]))
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        self.double()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
     """CASE 2: through train() with a cosine schedule and 39 rows in batches of 12; validation and test metrics too."""
-    given = task(
-        optimizer=plain.OPTIMIZERS[optimizer],
-        validation_data=plain.rows(17, seed=2),
-        test_data=plain.rows(5, seed=3),
-        clip_norm=0.5,
-    )
-    one, four = train(given, local, 1), train(given, local)
+    data = {"validation_data": plain.rows(17, seed=2), "test_data": plain.rows(5, seed=3)}
+    given = task(optimizer=plain.OPTIMIZERS[optimizer], clip_norm=0.5, **data)
+    one, four = train(given, local, 1), train(given, local if optimizer == "adamw" else "sim")
     assert apart(one, four) < 1e-10
     assert four.metrics == pytest.approx(one.metrics, abs=1e-10)
     assert [row["loss"] for row in four.history] == pytest.approx([row["loss"] for row in one.history], abs=1e-10)
@@ -56,23 +54,13 @@ def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
     assert four.ledger
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    slow_after(1, ["allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end", "ensemble"]),
-)
+@pytest.mark.parametrize("strategy", slow_after(1, ["allreduce:overlap=true", "local-sgd:period=3"]))
 def test_the_same_seed_gives_the_same_bits(strategy: str, local: Local) -> None:
     given = task(model=Dropping, train_data=plain.rows(36), validation_data=plain.rows(17, seed=2))
     a, b = (train(given, local, 3, strategy=strategy) for _ in range(2))
     assert torch.equal(a.parameters, b.parameters)
     assert a.metrics == b.metrics
     assert a.rows["total"] == 108
-
-
-class Dropping(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
-        self.double()
 
 
 def test_dropout_draws_apart_on_each_rank(local: Local) -> None:
@@ -87,76 +75,69 @@ def draw() -> float:
     return float(torch.rand(()))
 
 
-@pytest.mark.slow
-def test_an_ensemble_has_n_models_and_averages_their_outputs(local: Local) -> None:
-    run = train(task(test_data=plain.rows(17, seed=2)), local, 3, strategy="ensemble")
+def test_an_ensemble_averages_outputs_and_its_best_is_each_members_own(tmp_path: Path) -> None:
+    x, y = plain.rows(36)
+    wrong = (x, (y + 1) % 3)
+    given = task(model=Dropping, train_data=(x, y), validation_data=wrong, test_data=wrong, epochs=6, schedule=None)
+    options: dict[str, Any] = {"strategy": "ensemble", "keep": "best:validation_loss", "workers": 3}
+    run = train(given, "sim", **options)
     assert len(run.models) == 3
-    x, y = plain.rows(17, seed=2)
-    outputs = [model(x) for model in run.models]
+    outputs = [model.eval()(x) for model in run.models]
     assert torch.allclose(run.model(x), torch.stack(outputs).mean(0))
     assert not torch.allclose(outputs[0], outputs[1])
-    assert run.metrics["test_loss"] == pytest.approx(nn.functional.cross_entropy(run.model(x), y).item(), abs=1e-12)
+    loss = nn.functional.cross_entropy(run.model(x), wrong[1]).item()
+    assert [run.metrics[f"{data}_loss"] for data in ("validation", "test")] == pytest.approx([loss] * 2, abs=1e-12)
+    train(given.with_fields(epochs=3), "sim", run_dir=tmp_path / "run", **options)
+    resumed = train(given, "sim", run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(resumed.parameters, run.parameters)
+    assert resumed.metrics == run.metrics
 
 
-@pytest.mark.slow
-def test_streams_of_unequal_length_end_together(local: Local) -> None:
-    """CASE 18: shards of 0, 1, fewer than a batch and many rows; every row once, no hang."""
+def test_streams_of_unequal_length_end_together() -> None:
+    """CASE 18: shards of 0, 1, fewer than a batch and many rows; every row once, no hang.
+
+    And ten shards on two workers: one of 5,120 rows, eight of 6,144, one of 5,728, in hundredths.
+    """
     for strategy in ("allreduce", "local-sgd:period=4", "ensemble"):
-        run = train(
-            task(train_data=Sharded([0, 1, 5, 70]), schedule=None, epochs=2, batch_size=8), local, strategy=strategy
-        )
+        given = task(train_data=Sharded([0, 1, 5, 70]), schedule=None, epochs=2, batch_size=8)
+        run = train(given, "sim", strategy=strategy)
         assert run.rows["total"] == 2 * 76, strategy
         assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
-
-
-@pytest.mark.slow
-def test_ten_shards_on_two_workers(local: Local) -> None:
-    """CASE 18: one of 5,120 rows, eight of 6,144, one of 5,728; five shards a worker, of unequal sums."""
-    lengths = [5120, *[6144] * 8, 5728]
+    lengths = [51, *[61] * 8, 57]
     for strategy in ("allreduce", "local-sgd:period=8"):
-        given = task(train_data=Counting(lengths), schedule=None, epochs=1, batch_size=512)
-        run = train(given, local, 2, strategy=strategy)
-        assert run.rows == {"total": 60_000, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}
+        given = task(train_data=Sharded(lengths), schedule=None, epochs=1, batch_size=5)
+        run = train(given, "sim", 2, strategy=strategy)
+        assert run.rows == {"total": 596, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}, strategy
 
 
-class Counting(torch.utils.data.IterableDataset):
+class Sharded(torch.utils.data.IterableDataset):
     """Shards of rows, each the same row: only how many there are matters."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths, self.num_shards = lengths, len(lengths)
 
-    def shard(self, num_shards: int, index: int) -> Counting:
-        return Counting(self.lengths[index::num_shards])
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.lengths[index::num_shards])
 
     def __iter__(self) -> Any:
         row = (torch.ones(5, dtype=torch.float64), torch.tensor(1))
         return (row for length in self.lengths for _ in range(length))
 
 
-class Sharded(torch.utils.data.IterableDataset):
-    def __init__(self, lengths: list[int], mine: int | None = None) -> None:
-        self.lengths, self.mine, self.num_shards = lengths, mine, len(lengths)
-
-    def shard(self, num_shards: int, index: int) -> Sharded:
-        return Sharded(self.lengths, index)
-
-    def __iter__(self) -> Any:
-        x, y = plain.rows(self.lengths[self.mine], seed=self.mine) if self.lengths[self.mine] else ([], [])
-        return iter(list(zip(x, y, strict=True)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_after(1, ["allreduce", "local-sgd:period=3", "local-sgd:period=end"]))
-def test_interrupted_and_resumed_is_uninterrupted(strategy: str, local: Local, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "engine"), [("allreduce", "sim"), ("local-sgd:period=3", "local"), ("local-sgd:period=end", "sim")]
+)
+def test_interrupted_and_resumed_is_uninterrupted(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
     """CASE 19: on two workers, with dropout and batch-norm."""
     given = task(model=Dropping, train_data=plain.rows(36), epochs=5, validation_data=plain.rows(5))
+    used = local if engine == "local" else engine
     options: dict[str, Any] = {"strategy": strategy, "workers": 2, "keep": "best:validation_loss"}
-    whole = train(given, local, **options)
-    part = train(given, local, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
+    whole = train(given, used, **options)
+    part = train(given, used, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
     assert part.info["stopped"] == "callback"
     assert part.steps < whole.steps
     (tmp_path / "run" / "result.json").unlink()
-    resumed = train(given, local, run_dir=tmp_path / "run", resume=True, **options)
+    resumed = train(given, used, run_dir=tmp_path / "run", resume=True, **options)
     assert torch.equal(resumed.parameters, whole.parameters)
     assert resumed.metrics == whole.metrics
     assert resumed.rows == whole.rows
@@ -171,11 +152,10 @@ class StopAfter(Callback):
         return "stop" if self.left == 0 else None
 
 
-@pytest.mark.slow
-def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local, tmp_path: Path) -> None:
-    whole = train(task(epochs=4, schedule=None), local, 1)
-    train(task(epochs=2, schedule=None), local, 2, run_dir=tmp_path / "run")
-    resumed = train(task(epochs=4, schedule=None), local, 3, run_dir=tmp_path / "run", resume=True)
+def test_another_number_of_workers_goes_on_from_the_same_parameters(tmp_path: Path) -> None:
+    whole = train(task(epochs=4, schedule=None), "local", 1)
+    train(task(epochs=2, schedule=None), "sim", 2, run_dir=tmp_path / "run")
+    resumed = train(task(epochs=4, schedule=None), "sim", 3, run_dir=tmp_path / "run", resume=True)
     assert apart(whole, resumed) < 1e-10
     assert resumed.rows["total"] == whole.rows["total"]
 
@@ -183,24 +163,9 @@ def test_another_number_of_workers_goes_on_from_the_same_parameters(local: Local
 @pytest.mark.slow
 def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
     """A worker that stopped alone would leave the others waiting in their next exchange."""
-    for strategy in ("allreduce", "local-sgd:period=4", "local-sgd:period=16", "local-sgd:period=end", "ensemble"):
-        run = train(task(epochs=10**5, schedule=None), local, 2, strategy=strategy, max_seconds=0.3, timeout_s=20)
-        assert run.info["stopped"] == "max_seconds"
-        assert run.seconds < 5
-
-
-@pytest.mark.slow
-def test_an_ensembles_best_is_each_members_own(local: Local, tmp_path: Path) -> None:
-    data = plain.rows(36)
-    given = task(model=Dropping, train_data=data, validation_data=(data[0], (data[1] + 1) % 3), epochs=6, schedule=None)
-    options: dict[str, Any] = {"strategy": "ensemble", "keep": "best:validation_loss", "workers": 2}
-    run = train(given, local, **options)
-    loss = nn.functional.cross_entropy(run.model(data[0]), (data[1] + 1) % 3).item()
-    assert run.metrics["validation_loss"] == pytest.approx(loss, abs=1e-12)
-    train(given.with_fields(epochs=3), local, run_dir=tmp_path / "run", **options)
-    resumed = train(given, local, run_dir=tmp_path / "run", resume=True, **options)
-    assert torch.equal(resumed.parameters, run.parameters)
-    assert resumed.metrics == run.metrics
+    for strategy in ("allreduce", "local-sgd:period=16", "local-sgd:period=end", "ensemble"):
+        run = train(task(epochs=10**5, schedule=None), local, 2, strategy=strategy, max_seconds=0.2, timeout_s=20)
+        assert run.info["stopped"] == "max_seconds", strategy
 
 
 def test_a_workers_exception_is_what_the_user_sees(local: Local) -> None:
@@ -223,14 +188,13 @@ def test_bad_input_found_on_workers_is_bad_input(local: Local) -> None:
         train(task(loss=lambda model, batch: model(batch[0])), local, 2)
 
 
-@pytest.mark.slow
-def test_nan_of_one_worker_is_seen_by_all_alike(local: Local) -> None:
+def test_nan_of_one_worker_is_seen_by_all_alike() -> None:
     x, y = plain.rows(39)
     x[3] = float("nan")
     given = task(train_data=(x, y), shuffle=False, epochs=1)
     with pytest.raises(mh.ManyhandsError, match="gradient of step 0 is not finite"):
-        train(given, local, 3)
-    run = train(given, local, 3, nonfinite="skip")
+        train(given, "sim", 3)
+    run = train(given, "sim", 3, nonfinite="skip")
     assert (run.steps, run.rows["unused"]) == (3, 12)
 
 
@@ -240,10 +204,8 @@ def test_a_dead_worker_ends_the_run(local: Local) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return plain.cross_entropy(model, batch)
 
-    start = time.monotonic()
     with pytest.raises(mh.WorkerFailed, match="worker 1 .*SIGKILL.*in phase compute at step 0"):
         train(task(loss=loss), local, 2)
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.slow
@@ -257,73 +219,56 @@ def test_loader_workers_and_a_dataloaders_own_batch_size(local: Local) -> None:
     assert one.info["batch_size"] == 12
 
 
-PREEMPTED = """
-import sys, manyhands as mh, plain
-from test_train_integration import task
-run = mh.train(task(epochs=10**6, schedule=None), workers=2, run_dir=sys.argv[1], checkpoint_every=1000000, resume=True)
-"""
-
-
-@pytest.mark.slow
-def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path, local: Local) -> None:
-    """Exit code 75 is the command's; the library raises Preempted."""
-    folder = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PREEMPTED, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not ((folder / "events.jsonl").exists() and '"type":"step"' in (folder / "events.jsonl").read_text()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=30)
-    assert "Preempted" in error
-    assert "resume" in error
-    saved = sorted((folder / "checkpoints").iterdir())[-1]
-    tick = json.loads((saved / "manifest.json").read_text())["tick"]
-    resumed = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2, run_dir=folder, resume=True)
-    whole = train(task(epochs=10**6, schedule=None, max_steps=tick + 5), local, 2)
-    assert torch.equal(resumed.parameters, whole.parameters)
-
-
-KILLED = """
+SIGNALLED = """
 import os, signal, sys
 import manyhands as mh, plain
 from manyhands.checkpoint import checkpoints
-from test_train_integration import task
 
-class KillingTheDriver:
-    # A loss that has worker 0 kill the driver when the second checkpoint has its name.
+class Signalling:
+    # A loss that has worker 0 send the driver a signal when the second checkpoint has its name.
     def __init__(self):
         self.driver, self.patched = os.getpid(), False
 
     def __call__(self, model, batch):
         if not self.patched and mh.worker().rank == 0:
             finish, self.patched = checkpoints._write_manifest, True
-            def killing(partial, final, *rest):
+            def signalling(partial, final, *rest):
                 finish(partial, final, *rest)
                 if final.name == "step-00000004":
-                    os.kill(self.driver, signal.SIGKILL)
-            checkpoints._write_manifest = killing
+                    os.kill(self.driver, getattr(signal, sys.argv[2]))
+            checkpoints._write_manifest = signalling
         return plain.cross_entropy(model, batch)
 
-mh.train(task(schedule=None, loss=KillingTheDriver()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)
+mh.train(plain.task(epochs=int(sys.argv[3]), loss=Signalling()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)
 """
 
 
-@pytest.mark.slow
-def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path, local: Local) -> None:
-    """Its lock is gone with it, too."""
-    folder = tmp_path / "run"
+def signalled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], env=environment, timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    resumed = train(task(schedule=None), local, 2, run_dir=folder, resume=True)
-    whole = train(task(schedule=None), local, 2)
+    command = [sys.executable, "-c", SIGNALLED, str(folder), *arguments]
+    return subprocess.run(command, env=environment, timeout=60, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_sigterm_checkpoints_and_can_be_resumed(tmp_path: Path) -> None:
+    """Exit code 75 is the command's; the library raises Preempted."""
+    done = signalled(tmp_path / "run", "SIGTERM", "1000000")
+    assert "Preempted" in done.stderr
+    assert "resume" in done.stderr
+    saved = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
+    tick = json.loads((saved / "manifest.json").read_text())["tick"]
+    given = plain.task(epochs=10**6, max_steps=tick + 5)
+    resumed = train(given, "sim", 2, run_dir=tmp_path / "run", resume=True)
+    assert torch.equal(resumed.parameters, train(given, "sim", 2).parameters)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path) -> None:
+    """Its lock is gone with it, too."""
+    assert signalled(tmp_path / "run", "SIGKILL", "3").returncode == -signal.SIGKILL
+    resumed = train(plain.task(epochs=3), "sim", 2, run_dir=tmp_path / "run", resume=True)
+    whole = train(plain.task(epochs=3), "sim", 2)
     assert torch.equal(resumed.parameters, whole.parameters)
-    assert [(row["tick"], row["loss"]) for row in resumed.history] == [
-        (row["tick"], row["loss"]) for row in whole.history
-    ]
+    for key in ("tick", "loss"):
+        assert [row[key] for row in resumed.history] == [row[key] for row in whole.history]
     assert resumed.info["warnings"] == []
