@@ -43,6 +43,8 @@ class DriverClient(ABC):
     def progress(self, phase: str, step: int) -> None:
         """Say what this worker does now (start, input, compute, exchange, wait, validation, checkpoint, end).
 
+        Where members may change, also join, bring (a member's state to others), complete (wait until all have a round's
+        result), commit (it is this worker's from now on), and deliver (the run's result).
         Costs well under a microsecond: it sets a field, which a heartbeat carries to the driver. A driver that sees no
         new (phase, step) for `timeout_s` declares the worker hung.
         """

@@ -1,4 +1,4 @@
-"""Runs that lose workers: where a worker is struck, what its run is held against, and what may be left afterwards."""
+"""Runs that lose workers: where a worker is struck, and what its run is held against."""
 
 from __future__ import annotations
 
@@ -7,36 +7,30 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from driver_script import wait_until
-from torch import Tensor, nn
+from torch import nn
 
 import manyhands as mh
 import plain
+from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.local.engine import Local
+from manyhands.engines.local.heartbeat import ProcessDriverClient
+from manyhands.engines.sim.driver_client import SimDriverClient
+from manyhands.engines.sim.engine import Sim
+from manyhands.engines.sim.timeline import Killed
 from manyhands.errors import PeerLost
 from manyhands.events import Event
 from manyhands.recording import event_log
 from manyhands.recording.run import Run
-from manyhands.replica.replica import Replica
-from manyhands.server.client import ServerClient, ShardConnection
-from manyhands.training import joining, worker_main
-from manyhands.training.epochs import AsyncEpochs
-from manyhands.training.loop import Loop
-from manyhands.training.saving import Saver
-from manyhands.training.validation import Validator
-from manyhands.worker import Worker
-from open_files import open_files
+from manyhands.worker import DriverClient, Worker
 
 ROWS, BATCH, EPOCHS = 100, 39, 3
 STEPS = 9  # three an epoch, the last one of an epoch on 22 rows
@@ -46,31 +40,22 @@ GLOBAL_ROWS = [39, 39, 22] * EPOCHS
 
 
 def kill() -> None:
+    driver = mh.worker().driver
+    if isinstance(driver, SimDriverClient):
+        driver._lease_server.timeline.running.killed = True
+        raise Killed
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
+def raises(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    act.__name__ = type(error).__name__
+    return act
 
 
-def raise_value_error() -> None:
-    raise ValueError("these rows are odd")
-
-
-def raise_key_error() -> None:
-    raise KeyError("another defect")
-
-
-def raise_memory_error() -> None:
-    raise MemoryError("no room for the activations")
-
-
-def raise_bad_input() -> None:
-    raise mh.BadInput("targets must be below 3")
-
-
-def lose_peer() -> None:
-    raise PeerLost(0, "here", "barrier", 0, 0.0)
+lose_peer = raises(PeerLost(0, "here", "barrier", 0, 0.0))
 
 
 def leave() -> None:
@@ -85,6 +70,8 @@ def hang() -> None:
 class Strike:
     """What befalls a worker at a place that `faults=` has no name for: once in a run, whatever processes it has.
 
+    place: a phase that it reports to the driver, or "ask …", "told …": before and after a question to the driver;
+    "extra": a slice of a lost worker; "model": its model is built; "exit": its process has returned.
     call: at the so manieth time that a process comes there. process: of its processes only this one, None: any.
     It is reported as a fault of the engine's is, and so counted in `run.info["faults"]`.
     """
@@ -101,7 +88,7 @@ class Strike:
 
 
 class Strikes:
-    """A task's model function that arms the worker's process in which it is called. folder: for marks."""
+    """A task's model function that arms the worker in which it is called. folder: for marks."""
 
     def __init__(self, folder: Path, *strikes: Strike, model: Callable[[], nn.Module] = plain.mlp) -> None:
         folder.mkdir(exist_ok=True)
@@ -109,10 +96,19 @@ class Strikes:
 
     def __call__(self) -> nn.Module:
         worker = mh.worker()
-        if worker is not None and worker.driver.__class__.__name__ == "ProcessDriverClient":
+        if worker is not None and isinstance(worker.driver, ProcessDriverClient | SimDriverClient):
             number = self._numbered(f"process-{worker.worker_id}")
             own = [one for one in self._strikes if one.worker_id == worker.worker_id and one.process in (None, number)]
-            _armed(own, self._befall)
+            calls: Counter[str] = Counter()
+
+            def reach(place: str) -> None:
+                calls[place] += 1
+                for strike in own:
+                    if (strike.place, strike.call) == (place, calls[place]):
+                        self._befall(strike)
+
+            _follow(worker.driver, reach)
+            reach("model")
         return self._model()
 
     def _numbered(self, name: str) -> int:
@@ -129,95 +125,50 @@ class Strikes:
         if self._numbered(str(strike).replace("/", "-")) > 1:
             return
         worker = mh.worker()
-        worker.driver.report(
-            Event(type="fault", time_s=time.perf_counter(), rank=worker.worker_id, values={"fault": str(strike)})
-        )
+        event = Event(type="fault", time_s=worker.clock(), rank=worker.worker_id, values={"fault": str(strike)})
+        getattr(worker.driver, "report", worker.driver.emit)(event)
         strike.act()
 
 
-def _armed(strikes: list[Strike], befall: Callable[[Strike], None]) -> None:
-    """Have this process, which trains for one worker, pass the places of its strikes."""
-    calls: Counter[str] = Counter()
+def _follow(driver: DriverClient, reach: Callable[[str], None]) -> None:
+    """The phases that a worker reports to its driver, and what it asks, are its places."""
+    driver.injector = injector = driver.injector or FaultInjector([], lambda fault, step: None)
+    reported, ask, collect, joining = injector.reach, driver.ask, driver.collect, False
 
-    def reach(place: str) -> None:
-        calls[place] += 1
-        for strike in strikes:
-            if (strike.place, strike.call) == (place, calls[place]):
-                befall(strike)
+    def reports(phase: str, step: int) -> None:
+        nonlocal joining
+        reported(phase, step)
+        joining = phase == "join" or (joining and phase != "input")
+        reach("extra" if joining and phase == "compute" else phase)
 
-    def asks(loop: Loop, type: str, **values: Any) -> str:
-        return type
+    def asks(event: Event) -> dict[str, Any]:
+        reach(f"ask {event.type}")
+        answer = ask(event)
+        reach(f"told {event.type}")
+        return answer
 
-    def evaluates(validator: Validator, feed: Any, parameters: Any, buffers: Any, prefix: str) -> str:
-        return prefix.rstrip("_")
+    def collects(group: Any) -> None:
+        reach("collect")
+        collect(group)
 
-    _around(Loop, "_ask", asks, reach)  # on all workers, of whom the first asks the driver
-    _around(Worker, "ask", lambda worker, type, **values: type, reach, "tell")
-    _around(Validator, "_evaluate", evaluates, reach)
-    for owner, name in (
-        (Replica, "backward"),
-        (Saver, "save"),
-        (Loop, "outcome"),
-        (worker_main, "join"),
-        (joining, "_bring"),
-        (joining, "_train_extra"),
-        (joining, "_push_extra"),
-        (Loop, "step_extra"),
-        (Worker, "lease"),
-        (AsyncEpochs, "_meet"),
-        (AsyncEpochs, "take_back"),
-        (ServerClient, "push"),
-    ):
-        _around(owner, name, lambda *_, **__: "", reach)
-    _around(ShardConnection, "push", lambda *_, **__: "", reach, "push to a shard")
-    _within_complete(reach)
-    atexit.register(reach, "deliver")  # what is delivered is made by then
-    reach("start")
-
-
-def _around(owner: Any, name: str, what: Callable[..., str], reach: Callable[[str], None], called: str = "") -> None:
-    """Pass "before …" and "after …" the place called so, else by its name, with `what` of the arguments."""
-    plain_call = getattr(owner, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        place = " ".join(filter(None, (called or name.strip("_"), what(*args, **options))))
-        reach(f"before {place}")
-        value = plain_call(*args, **options)
-        reach(f"after {place}")
-        return value
-
-    setattr(owner, name, call)
-
-
-def _within_complete(reach: Callable[[str], None]) -> None:
-    """Pass "in complete" once all have a round's result, before it is this replica's."""
-    plain_call = Replica.complete
-
-    def complete(replica: Replica, group: Any, action: Callable[[], Any], **options: Any) -> Any:
-        def barrier() -> None:
-            group.barrier()
-            reach("in complete")
-
-        reach("before complete")
-        return plain_call(replica, SimpleNamespace(barrier=barrier), action, **options)
-
-    Replica.complete = complete
+    injector.reach, driver.ask, driver.collect = reports, asks, collects
+    if not isinstance(driver, SimDriverClient):
+        atexit.register(reach, "exit")
 
 
 # -- a run and what it is held against ---------------------------------------------------------------------------------
 
 
 class Recording(mh.Callback):
-    """All that callbacks are told."""
+    """What callbacks are told, in order, and of some of it the values."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
         self.steps: list[int] = []
+        self.rates: list[float] = []
         self.validations: list[tuple[int, int]] = []
-        self.metrics: list[dict[str, float]] = []
         self.best: list[bool] = []
         self.epochs: list[int] = []
-        self.rates: list[float] = []
         self.faults: list[str] = []
         self.changes: list[str] = []
         self.ends: list[str] = []
@@ -231,9 +182,7 @@ class Recording(mh.Callback):
         self.rates.append(event.values["rate"])
 
     def on_validation(self, event: Event) -> None:
-        self.order.append("validation")
         self.validations.append((event.values["epoch"], event.step))
-        self.metrics.append(event.values["metrics"])
         self.best.append(event.values["best"])
 
     def on_epoch(self, event: Event) -> None:
@@ -248,6 +197,10 @@ class Recording(mh.Callback):
 
     def on_end(self, event: Event) -> None:
         self.ends.append(event.type)
+
+    def stepped_before_the_last_epoch_ended(self, step: int) -> bool:
+        """Callbacks get steps as they are made, and not all of them at the end."""
+        return self.order.index(f"step {step}") < len(self.order) - 1 - self.order[::-1].index("epoch")
 
 
 def cosine(optimizer: torch.optim.Optimizer, total: int) -> Any:
@@ -272,9 +225,14 @@ def all_here(worker: Worker) -> bool:
     return worker.size >= 3 or worker.interrupted or worker.broken
 
 
+def one_is_lost(worker: Worker) -> bool:
+    """At their own pace the others would take all rows before it."""
+    return worker.broken or worker.interrupted or worker.generation > 0
+
+
 @dataclass
 class Patient:
-    """A loss in which a worker waits, at each step of its process from the so manieth on, for what is to happen first."""
+    """A loss in which a process waits, at each step from the so manieth on, for what is to happen first."""
 
     until: Callable[[Worker], object] = all_here
     call: int = 4
@@ -295,31 +253,36 @@ class Patient:
         return self.loss(model, batch)
 
 
-def faulty(local: Local, faults: str) -> Local:
-    """An engine with faults that uses the tests' warm fork server."""
-    engine = Local(faults=faults)
-    object.__setattr__(engine, "_slot", local._slot)
-    return engine
-
-
 @dataclass
 class Trial:
-    """Trains with workers that are lost, on a warm fork server."""
+    """Trains with workers that are lost: in processes on a warm fork server, or simulated."""
 
-    local: Local
     folder: Path
+    simulated: bool = False
     seen: Recording = field(default_factory=Recording)
 
     @property
     def run_dir(self) -> Path:
         return self.folder / "run"
 
-    def train(self, *strikes: Strike, faults: str = "", of: mh.Task | None = None, **options: Any) -> Run:
-        given: dict[str, Any] = {"workers": 3, "survive": "max_losses=3", "timeout_s": 60, "callbacks": [self.seen]}
+    def train(self, *befalls: str | Strike, of: mh.Task | None = None, **options: Any) -> Run:
+        """befalls: what `faults=` says, or strikes; "" is nothing."""
         used = task() if of is None else of
-        model = Strikes(self.folder / "marks", *strikes, model=used.model) if strikes else used.model
-        engine = faulty(self.local, faults) if faults else self.local
-        return mh.train(used, engine=engine, **{**given, "model": model, **options})
+        strikes = [one for one in befalls if isinstance(one, Strike)]
+        faults = ",".join(one for one in befalls if isinstance(one, str) and one)
+        engine: Any = Local(faults=faults)
+        if self.simulated:
+            engine = Sim(compute="step=100ms", faults=",".join(filter(None, (faults, "notice=10ms"))))
+        given = {"workers": 3, "survive": "max_losses=3", "timeout_s": 60, "callbacks": [self.seen]}
+        given["model"] = Strikes(self.folder / "marks", *strikes, model=used.model) if strikes else used.model
+        return mh.train(used, engine=engine, **{**given, **options})
+
+    def events(self, *types: str) -> list[Event]:
+        return [event for event in event_log.read(self.run_dir / event_log.FILE) if event.type in types]
+
+
+def survive(replaced: bool, losses: int = 3) -> str:
+    return f"max_losses={losses},replace={str(replaced).lower()}"
 
 
 def reference(of: mh.Task | None = None, **options: Any) -> Run:
@@ -327,8 +290,20 @@ def reference(of: mh.Task | None = None, **options: Any) -> Run:
     return mh.train(task() if of is None else of, workers=1, engine="local", **options)
 
 
-def fired(run: Run, *faults: str | Strike) -> None:
-    assert run.info.get("faults", {}) == {str(one): 1 for one in faults}, run.info
+def fired(run: Run, *befalls: str | Strike) -> None:
+    """Each once, and nothing else."""
+    planned = [part for one in befalls for part in str(one).split(",") if part]
+    assert run.info.get("faults", {}) == dict.fromkeys(planned, 1), run.info
+
+
+def lost(run: Run) -> list[tuple[int, str]]:
+    return [(one["worker_id"], one["cause"]) for one in run.losses]
+
+
+def counted_once(run: Run, global_rows: list[int] = GLOBAL_ROWS) -> None:
+    """The history has each global batch with its rows."""
+    assert run.rows["total"] == sum(global_rows)
+    assert [(row["tick"], row["rows"]) for row in run.history] == list(enumerate(global_rows))
 
 
 def equal(run: Run, other: Run, tolerance: float = 1e-10) -> None:
@@ -342,62 +317,70 @@ def equal(run: Run, other: Run, tolerance: float = 1e-10) -> None:
         assert abs(value - other.metrics[name]) <= 10 * tolerance, name
 
 
-def recorded_once(run: Run, seen: Recording, run_dir: Path, global_rows: list[int]) -> None:
+def recorded_once(run: Run, trial: Trial, global_rows: list[int] = GLOBAL_ROWS) -> None:
     """Each step once, with the rows of its global batch: in history, in the events on disk, for callbacks."""
+    counted_once(run, global_rows)
     steps = list(range(len(global_rows)))
-    assert run.rows["total"] == sum(global_rows)
-    assert [(row["tick"], row["rows"], row["unused"]) for row in run.history] == [
-        (tick, rows, 0) for tick, rows in enumerate(global_rows)
-    ]
-    assert seen.steps == steps
-    assert all(row["loss"] is not None for row in run.history)
-    from_disk = {row["tick"]: row for row in mh.read_history(run_dir)}
-    assert len(list(mh.read_history(run_dir))) == len(from_disk)
-    assert sorted(from_disk) == steps
+    assert trial.seen.steps == steps
+    assert all(row["loss"] is not None and row["unused"] == 0 for row in run.history)
+    written = list(mh.read_history(trial.run_dir))
+    assert sorted(row["tick"] for row in written) == steps
+    from_disk = {row["tick"]: row for row in written}
     for row in run.history:
         for name in ("rows", "unused", "epoch", "loss", "rate", "weight", "bytes"):
             assert from_disk[row["tick"]][name] == row[name], (row["tick"], name)
-    events = list(event_log.read(run_dir / event_log.FILE))  # raises for a line that is none
+    events = list(event_log.read(trial.run_dir / event_log.FILE))  # raises for a line that is none
     assert events[-1].type == "end"
     assert max(event.generation for event in events) + 1 == run.generations
-    last = json.loads((run_dir / "result.json").read_text())
+    last = json.loads((trial.run_dir / "result.json").read_text())
     assert last["rows"]["total"] == sum(global_rows)
     assert last["generations"] == run.generations
 
 
-# -- what is left ------------------------------------------------------------------------------------------------------
+# -- the places of a run of `task()` -------------------------------------------------------------------------------------
+
+PLACES: dict[str, str | tuple[str, int]] = {  # what `faults=` says of a worker, or a strike's place and call
+    "join": "kill={}@step:0:join",
+    "first collective": ("join", 1),
+    "started": ("told start", 1),
+    "joined": ("input", 1),
+    "first step": "kill={}@step:0",
+    "first commit": "kill={}@step:0:commit",
+    "compute": "kill={}@step:4",
+    "exchange": "kill={}@step:4:exchange",
+    "commit": "kill={}@step:4:commit",
+    "epoch's last step": "kill={}@step:5:exchange",
+    "epoch's last commit": "kill={}@step:5:commit",
+    "validation": ("validation", 2),
+    "validated": ("collect", 4),
+    "validation told": ("told validation", 2),
+    "epoch": ("collect", 5),
+    "epoch told": ("told epoch", 2),
+    "save": "kill={}@step:3:save",
+    "in a save": ("ask sync", 2),
+    "synced": ("told sync", 2),
+    "last step": "kill={}@step:8:exchange",
+    "last commit": "kill={}@step:8:commit",
+    "last save": "kill={}@step:9:save",
+    "last epoch told": ("told epoch", 3),
+    "outcome": ("end", 1),
+    "test": ("validation", 4),
+    "gathered": ("deliver", 1),
+}
+OF_THE_FIRST = ("started", "validation told", "epoch told", "last epoch told", "gathered")
+"""Places of the first worker alone."""
 
 
-def descendants() -> set[int]:
-    """All processes that descend from this one, zombies included."""
-    parent_of = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                parent_of[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found, new = set(), {os.getpid()}
-    while new:
-        new = {pid for pid, parent in parent_of.items() if parent in new} - found
-        found |= new
-    return found
+def at_place(when: str, worker_id: int) -> str | Strike:
+    place = PLACES[when]
+    return place.format(worker_id) if isinstance(place, str) else Strike(worker_id, place[0], call=place[1])
 
 
-def files() -> set[str]:
-    """Where this library leaves files, if it leaves any, that are this test process's user's."""
-    shared, scratch = Path("/dev/shm"), Path(tempfile.gettempdir())
-    found = {str(path) for path in shared.iterdir()} if shared.is_dir() else set()
-    return found | {str(path) for pattern in ("mh-*", "manyhands-*") for path in scratch.glob(pattern)}
-
-
-@contextmanager
-def nothing_left() -> Iterator[None]:
-    """What was there before, is there afterwards, and nothing else."""
-    before = descendants(), open_files(), files()
-    yield
-    wait_until(lambda: descendants() <= before[0], 5.0)
-    assert open_files() <= before[1]
-    assert files() <= before[2]
-
-
-def flat(run: Run) -> Tensor:
-    return plain.flat(run.model)
+def as_ever(run: Run, trial: Trial, one_worker: Run) -> None:
+    """The result is one worker's, and callbacks hear of each step, validation and epoch once."""
+    equal(run, one_worker)
+    recorded_once(run, trial)
+    assert trial.seen.validations == [(epoch + 1, 3 * (epoch + 1)) for epoch in range(EPOCHS)]
+    assert trial.seen.epochs == [epoch + 1 for epoch in range(EPOCHS)]
+    assert trial.seen.order.count("start") == 1
+    assert trial.seen.ends == ["end"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
-import numbered_rows
 import pytest
 import torch
 from fault_harness import Trial, equal, fired, task
+from numbered_rows import in_order, trained_once
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -16,7 +17,9 @@ from manyhands.engines.driver.elastic_driver import ElasticDriver
 from manyhands.events import Event
 from manyhands.recording.run import Run
 
+slow = pytest.mark.slow
 STEP = 4
+IN_STEP = "downpour:bound=0"
 
 
 class Killer(mh.Callback):
@@ -63,67 +66,50 @@ class Killer(mh.Callback):
             self.changes.append(event.values["message"])
 
 
-@pytest.fixture(autouse=True)
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver of a run tells its killers that it is it."""
-    plain = ElasticDriver.__post_init__
+Struck = Callable[..., Run]
+
+
+@pytest.fixture
+def struck(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Struck:
+    """A run whose driver tells the killer that it is it: a shard's process has neither steps nor phases."""
+    plain, killers = ElasticDriver.__post_init__, list[Killer]()
 
     def begin(driver: ElasticDriver) -> None:
         plain(driver)
-        for killer in Killers.there:
+        for killer in killers:
             killer.driver = driver
 
     monkeypatch.setattr(ElasticDriver, "__post_init__", begin)
 
+    def run(killer: Killer | None, *faults: str, **options: Any) -> Run:
+        killers[:] = [] if killer is None else [killer]
+        given = {"workers": 2, "survive": "copies=2", "callbacks": list(killers), "strategy": IN_STEP}
+        return trial.train(*faults, **{**given, **options})
 
-class Killers:
-    there: ClassVar[list[Killer]] = []
-
-
-def struck(trial: Trial, killer: Killer | None, of: mh.Task | None = None, **options: Any) -> Run:
-    Killers.there = [] if killer is None else [killer]
-    callbacks = [] if killer is None else [killer]
-    given: dict[str, Any] = {
-        "workers": 2,
-        "survive": "copies=2",
-        "callbacks": callbacks,
-        "strategy": "downpour:bound=0",
-    }
-    return trial.train(of=of, **{**given, **options})
-
-
-@pytest.fixture(scope="session")
-def undisturbed(own_local: Any) -> dict[str, Run]:
-    return {}
-
-
-def fault_free(undisturbed: dict[str, Run], trial: Trial, strategy: str) -> Run:
-    if strategy not in undisturbed:
-        undisturbed[strategy] = struck(trial, None, strategy=strategy)
-    return undisturbed[strategy]
+    return run
 
 
 @pytest.mark.parametrize(
     ("role", "place", "strategy"),
     [
-        ("primary", "step", "downpour:bound=0"),
-        pytest.param("backup", "step", "downpour:bound=0", marks=pytest.mark.slow),
+        ("primary", "step", IN_STEP),
         *(
-            pytest.param(role, place, "downpour:bound=0", marks=pytest.mark.slow)
-            for role in ("primary", "backup")
-            for place in ("start", "validation", "checkpoint", "epoch")
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("backup", "start", IN_STEP),
+                ("primary", "validation", "quorum"),
+                ("backup", "checkpoint", "downpour:bound=0,rule=adam"),
+                ("backup", "epoch", "eamsgd:bound=0"),
+            )
         ),
-        pytest.param("primary", "step", "quorum", marks=pytest.mark.slow),
-        pytest.param("primary", "step", "eamsgd:bound=0", marks=pytest.mark.slow),
-        pytest.param("primary", "step", "downpour:bound=0,rule=adam", marks=pytest.mark.slow),
     ],
 )
 def test_in_step_the_result_is_that_of_a_run_without_faults(
-    role: str, place: str, strategy: str, trial: Trial, undisturbed: dict[str, Run]
+    role: str, place: str, strategy: str, struck: Struck, trial: Trial
 ) -> None:
-    wanted = fault_free(undisturbed, trial, strategy)
     killer = Killer((role,), place)
-    run = struck(trial, killer, strategy=strategy, run_dir=trial.run_dir)
+    run = struck(killer, strategy=strategy, run_dir=trial.run_dir)
+    wanted = struck(None, strategy=strategy)
     assert killer.killed == [role]
     assert any("server shard 0 has one copy" in message for message in killer.changes)
     equal(run, wanted, tolerance=0.0)
@@ -145,19 +131,8 @@ def count_rows(model: nn.Module, batch: Any) -> Tensor:
     return -model.counts[rows].mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "role"),
-    [
-        ("downpour", "primary"),
-        pytest.param("downpour", "backup", marks=pytest.mark.slow),
-        pytest.param("downpour:bound=2", "primary", marks=pytest.mark.slow),
-        pytest.param("downpour:push_every=3,pull_every=3", "primary", marks=pytest.mark.slow),
-    ],
-)
-def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(
-    strategy: str, role: str, trial: Trial
-) -> None:
+@slow
+def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(struck: Struck) -> None:
     """Parameters outlive the process that served them: each has a replica (ps-lite#68 asks for one)."""
     rows = torch.arange(240, dtype=torch.float64).reshape(-1, 1)
     counting = task(
@@ -171,66 +146,42 @@ def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(
         batch_size=4,
         epochs=4,
     )
-    killer = Killer((role,), "step", every=40)
-    run = struck(trial, killer, counting, strategy=strategy)
+    killer = Killer(("primary",), "step", every=40)
+    run = struck(killer, of=counting, strategy="downpour:push_every=3,pull_every=3")
     assert len(killer.killed) >= 2
     counted = run.model.state_dict()["counts"] * 2  # of two workers' slices of two rows
     assert torch.allclose(counted, torch.full((240,), 4.0, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_both_copies_lost_end_the_run_which_goes_on_from_its_checkpoint(
-    trial: Trial, undisturbed: dict[str, Run]
-) -> None:
-    killer = Killer(("primary", "backup"), "step")
+@slow
+def test_both_copies_lost_end_the_run_which_goes_on_from_its_checkpoint(struck: Struck, trial: Trial) -> None:
+    killer, given = Killer(("primary", "backup"), "step"), {"run_dir": trial.run_dir, "checkpoint_every": 2}
     with pytest.raises(mh.WorkerFailed, match=r"No copy of server shard 0 is left.*--resume"):
-        struck(trial, killer, run_dir=trial.run_dir, checkpoint_every=2)
+        struck(killer, **given)
     assert killer.killed == ["primary", "backup"]
-    resumed = struck(trial, None, run_dir=trial.run_dir, checkpoint_every=2, resume=True)
-    equal(resumed, fault_free(undisturbed, trial, "downpour:bound=0"), tolerance=1e-12)
+    equal(struck(None, resume=True, **given), struck(None), tolerance=1e-12)
 
 
-BATCH, ROWS = 12, 12 * 13
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "downpour",
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in (
-                "downpour:bound=2",
-                "downpour:push_every=3,pull_every=3",
-                "downpour:bound=0",
-                "downpour:bound=0,push_every=3,pull_every=3",
-                "quorum",
-            )
-        ),
-    ],
-)
-def test_workers_and_primaries_are_lost_in_one_run_and_every_row_counts_once(strategy: str, trial: Trial) -> None:
+@slow
+@pytest.mark.parametrize("strategy", ["downpour:bound=2", "quorum"])
+def test_workers_and_primaries_are_lost_in_one_run_and_every_row_counts_once(strategy: str, struck: Struck) -> None:
     """The primary again and again, whenever there are two copies, and a worker between two of its steps."""
     killer, fault = Killer(("primary",), "step", every=3), "kill=1@step:4"
-    of = numbered_rows.task(ROWS, BATCH, epochs=1)
-    options = {"survive": "max_losses=3,copies=2", "workers": 3, "faults": fault, "strategy": strategy}
-    run = struck(trial, killer, of, **options)
+    given = {"survive": "max_losses=3,copies=2", "workers": 3, "strategy": strategy}
+    run = struck(killer, fault, of=in_order(12, 13, order=None), **given)
     assert killer.killed[:1] == ["primary"]
     fired(run, fault)
-    numbered_rows.trained_once(run, BATCH, (4, 6, 8, 12))
+    trained_once(run, 12, (4, 6, 8, 12))
 
 
-@pytest.mark.slow
-def test_a_shard_without_a_copy_is_lost_and_the_run_starts_again(trial: Trial) -> None:
+@slow
+def test_a_shard_without_a_copy_is_lost_and_the_run_starts_again(struck: Struck, trial: Trial) -> None:
     """A worker's loss is survived; what the shard alone knew comes from the newest checkpoint."""
-    fault = "kill=1@step:2"
-    of = numbered_rows.task(ROWS, BATCH, epochs=1)
-    killer = Killer(("primary",), "checkpoint", alone=True)
-    options = {"survive": "max_losses=3,max_restarts=1", "workers": 3, "faults": fault}
-    run = struck(trial, killer, of, strategy="downpour", run_dir=trial.run_dir, checkpoint_every=5, **options)
+    killer, fault = Killer(("primary",), "checkpoint", alone=True), "kill=1@step:2"
+    given = {"survive": "max_losses=3,max_restarts=1", "workers": 3, "strategy": "downpour", "checkpoint_every": 5}
+    run = struck(killer, fault, of=in_order(12, 13, order=None), run_dir=trial.run_dir, **given)
     assert killer.killed == ["primary"]
     fired(run, fault)
     (restart,) = run.restarts
     assert restart["step"] in (5, 10)  # that of step 5 is dropped where worker 1 was lost before its part was written
-    numbered_rows.trained_once(run, BATCH, (4, 6, 12))
+    trained_once(run, 12, (4, 6, 12))

@@ -1,118 +1,202 @@
-"""A worker is lost between rounds: those who are left train its rows into the same round, each row exactly once.
-
-The answer shows who trained what, see `numbered_rows.rounds_problem`.
-"""
+"""A process is lost between rounds, while fragments have rounds of their own, with compression, and while all read a stream:
+each row is in its round once. All pairs of place and victim: test_faults_simulated.py."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numbered_rows
 import pytest
-from fault_harness import Strike, Trial, fired, lose_peer
+import torch
+from fault_harness import (
+    ROWS,
+    Strike,
+    Trial,
+    equal,
+    fired,
+    lose_peer,
+    lost,
+    recorded_once,
+    reference,
+    survive,
+    task,
+)
+from numbered_rows import (
+    ON_THEIR_WAY,
+    ROUNDS,
+    STREAMING,
+    counted,
+    each_in_a_round,
+    each_in_a_round_of_its_fragment,
+    in_fragments,
+    in_order,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
-from manyhands.recording import event_log
-from manyhands.recording.run import Run
+import plain
 
-BATCH, PERIOD, TICKS = 6, 4, 11
-ROWS = BATCH * TICKS
 slow = pytest.mark.slow
+LOCAL_SGD, DILOCO = ROUNDS
+EXTRA = [Strike(1, "compute", call=6), Strike(0, "extra", call=2)]
 
 
-def task(**fields: object) -> mh.Task:
-    return numbered_rows.task(ROWS, BATCH, **{"epochs": 1, "order": lambda epoch: range(ROWS), **fields})
-
-
-def check_counts(run: Run, run_dir: Path, workers: int = 3) -> None:
-    """Each row is in its round once."""
-    assert run.rows["total"] == ROWS
-    assert run.rows["unused"] == 0
-    assert [(row["tick"], row["rows"]) for row in run.history] == [(tick, BATCH) for tick in range(TICKS)]
-    members = {0: workers}
-    for event in event_log.read(run_dir / event_log.FILE):
-        if event.type == "membership":
-            members[event.tick] = event.values["workers"]
-    assert numbered_rows.rounds_problem(run.model.of.detach(), run.history, members, BATCH) == ""
-
-
-STRATEGIES = [f"local-sgd:period={PERIOD}", f"diloco:period={PERIOD},outer_rate=1,outer_momentum=0"]
-FAULTS = {
-    "compute": "kill={}@step:5",
-    "exchange": "kill={}@step:7:exchange",
-    "first step": "kill={}@step:0",
-    "round's first step": "kill={}@step:4",
-    "epoch's last step": "kill={}@step:10",
-}
-
-
-def cases() -> list[object]:
-    fast = {("local-sgd", "exchange", 0), ("diloco", "compute", 1)}
-    found = []
-    for strategy in STRATEGIES:
-        for when, fault in FAULTS.items():
-            for worker_id in (1, 0):
-                name = strategy.partition(":")[0]
-                marks = [] if (name, when, worker_id) in fast else [slow]
-                found.append(
-                    pytest.param(strategy, fault.format(worker_id), id=f"{name}-{when}-{worker_id}", marks=marks)
-                )
-    return found
-
-
-@pytest.mark.parametrize(("strategy", "fault"), cases())
-def test_a_lost_workers_rows_are_in_the_same_round(strategy: str, fault: str, trial: Trial) -> None:
-    run = trial.train(of=task(), faults=fault, strategy=strategy, run_dir=trial.run_dir)
-    fired(run, fault)
-    assert [one["worker_id"] for one in run.losses] == [int(fault[5])]
-    check_counts(run, trial.run_dir)
-
-
-PLACES = {
-    "with its result": [Strike(1, "before complete", call=2)],
-    "when all have the result": [Strike(1, "in complete", call=2)],
-    "first, when all have the result": [Strike(0, "in complete", call=2)],
-    "at the epoch's end": [Strike(1, "before complete", call=3)],
-    "with another's rows": [Strike(1, "before backward", call=6), Strike(0, "before step_extra", call=2)],
-    "after another's rows": [Strike(1, "before backward", call=6), Strike(0, "after train_extra")],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["local-sgd", "diloco"])
 @pytest.mark.parametrize(
-    "when", [pytest.param(when, marks=[] if when == "with another's rows" else slow) for when in PLACES]
+    ("strategy", "befalls", "replaced"),
+    [
+        (LOCAL_SGD, ["kill=0@step:7:exchange"], False),
+        pytest.param(LOCAL_SGD, EXTRA, True, marks=slow),
+        pytest.param(DILOCO, ["kill=0@step:5"], True, marks=slow),
+        pytest.param(DILOCO, [Strike(1, "commit", call=2)], False, marks=slow),
+        pytest.param(f"{LOCAL_SGD},warmup=5", ["kill=1@step:3:exchange"], True, marks=slow),
+    ],
 )
-def test_a_worker_is_lost_while_a_round_is_closed(when: str, strategy: str, trial: Trial) -> None:
-    run = trial.train(*PLACES[when], of=task(), strategy=strategy, run_dir=trial.run_dir)
-    fired(run, *PLACES[when])
-    assert len(run.losses) == len(PLACES[when])
-    check_counts(run, trial.run_dir)
+def test_a_lost_workers_rows_are_in_the_same_round(
+    strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial
+) -> None:
+    given = {"of": in_order(6, 11), "strategy": strategy, "survive": survive(replaced)}
+    run = trial.train(*befalls, run_dir=trial.run_dir, **given)
+    fired(run, *befalls)
+    assert len(run.losses) == len(befalls)
+    each_in_a_round(run, trial.run_dir)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["local-sgd", "diloco"])
-@pytest.mark.parametrize("workers", [[1], [0], [1, 2]])
-def test_a_round_that_one_has_completed_is_completed_by_all(workers: list[int], strategy: str, trial: Trial) -> None:
-    """Nobody is lost, but these find a connection broken when the others go on with the round's result."""
-    strikes = [Strike(worker_id, "in complete", lose_peer, call=2) for worker_id in workers]
-    run = trial.train(*strikes, of=task(), strategy=strategy, run_dir=trial.run_dir)
+@slow
+def test_a_round_that_one_has_completed_is_completed_by_all(trial: Trial) -> None:
+    """Nobody is lost, but two find a connection broken when the third goes on with the round's result."""
+    strikes = [Strike(worker_id, "commit", lose_peer, call=2) for worker_id in (1, 2)]
+    run = trial.train(*strikes, of=in_order(6, 11), strategy=DILOCO, run_dir=trial.run_dir)
     fired(run, *strikes)
-    assert run.losses == []
+    assert (run.losses, run.rows["repeated"]) == ([], 0)
     assert run.generations > 1
-    assert run.rows["repeated"] == 0
-    check_counts(run, trial.run_dir)
+    each_in_a_round(run, trial.run_dir)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
-    "strategy", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=slow)], ids=["local-sgd", "diloco"]
+    ("strategy", "befalls", "replaced"),
+    [
+        (STREAMING, ["kill=0@step:5:exchange"], False),
+        (STREAMING, EXTRA, True),
+        (ON_THEIR_WAY, ["kill=1@step:4"], False),  # the mean under way is gone, what each worker had put into it is not
+    ],
 )
-def test_a_round_that_one_has_no_part_in_any_more_is_made_again(strategy: str, trial: Trial) -> None:
-    """One finds a connection broken with the result at hand, and before it says so: nobody goes on with the round."""
-    strike = Strike(1, "before complete", lose_peer, call=2)
-    run = trial.train(strike, of=task(), strategy=strategy, run_dir=trial.run_dir)
+def test_a_row_is_once_in_a_round_of_each_fragment(
+    strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial
+) -> None:
+    given = {"of": in_fragments(), "strategy": strategy, "survive": survive(replaced), "check_replicas_every": 1}
+    run = trial.train(*befalls, run_dir=trial.run_dir, **given)
+    fired(run, *befalls)
+    if strategy == STREAMING:
+        each_in_a_round_of_its_fragment(run, trial.run_dir)
+    counted(run, 12)
+    assert float(run.model.of.detach().min()) > 0
+
+
+# -- compression: what a lost worker has yet to send goes with it, and nobody else's does ----------------------------------
+
+
+@slow
+def test_an_exchange_is_remembered_once_all_have_it(trial: Trial) -> None:
+    """A connection breaks with the mean at hand. What each has yet to send is what it would be, and so are all later bits."""
+    strategy = "allreduce:compress=topk:0.2"
+    whole = trial.train(strategy=strategy, callbacks=[])
+    strike = Strike(1, "commit", lose_peer, call=2)
+    run = trial.train(strike, strategy=strategy, run_dir=trial.run_dir)
     fired(run, strike)
     assert run.losses == []
-    assert run.rows["repeated"] == 0
-    check_counts(run, trial.run_dir)
+    assert run.generations > 1
+    assert torch.equal(run.parameters, whole.parameters)
+
+
+@slow
+def test_what_a_lost_worker_has_yet_to_send_is_reported(trial: Trial) -> None:
+    """A step of each row's own: with nothing compressed any more, what another has left out enters the next step."""
+    given = {"of": in_order(6, 11), "strategy": "allreduce:compress=topk:0.02", "workers": 2}
+    run = trial.train("kill=1@step:5", survive=survive(False), **given)
+    missing, [loss] = 1 / 6 - run.model.of.detach(), run.losses
+    # each row adds 1 / 6: of the gradients of the lost worker, half of what it left out is missing, and of the other nothing
+    assert loss["left_out"] > 0
+    assert torch.all(missing > -1e-9)
+    assert float(missing.norm()) == pytest.approx(loss["left_out"] / 2, abs=1e-9)
+    assert [f"of norm {loss['left_out']:.3g}" in message for message in trial.seen.changes] == [True]
+
+
+# -- streams: each reads all of it and keeps what may be needed again ------------------------------------------------------
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Row numbers; it says in a folder how often it was read. Who takes shards sees others."""
+
+    num_shards = 8
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def shard(self, num_shards: int, index: int) -> Numbers:
+        raise AssertionError("shards are read by all")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        with (self._folder / str(os.getpid())).open("a") as file:
+            file.write("read ")
+        yield from torch.arange(66)
+
+    def readings(self) -> list[int]:
+        """By process."""
+        return sorted(file.read_text().count("read") for file in self._folder.iterdir())
+
+
+@slow
+@pytest.mark.parametrize(
+    ("strategy", "fault", "replaced"),
+    [
+        ("allreduce", "kill=1@step:4:exchange", False),
+        (DILOCO, "kill=0@step:6", True),
+    ],
+)
+def test_a_stream_is_read_once_by_each_process(strategy: str, fault: str, replaced: bool, trial: Trial) -> None:
+    data = Numbers(trial.folder / "readings")
+    given = {"of": in_order(6, 11, train_data=data, order=None), "strategy": strategy, "survive": survive(replaced)}
+    run = trial.train(fault, run_dir=trial.run_dir, **given)
+    fired(run, fault)
+    each_in_a_round(run, trial.run_dir)
+    assert len(data.readings()) in ((3, 4) if replaced else (3,))
+    assert set(data.readings()) == {1}
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*plain.rows(ROWS), strict=True)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["loader with a process", "with a process"])
+def test_streams_that_processes_read(kind: str, trial: Trial) -> None:
+    fields: dict[str, Any] = {"train_data": Rows(), "loader_processes": 1}
+    if kind == "loader with a process":
+        fields = {"train_data": DataLoader(Rows(), batch_size=39, num_workers=1)}
+    fault = "kill=1@step:4:exchange"
+    of = task(schedule=None, **fields)
+    run = trial.train(fault, of=of, survive=survive(False), run_dir=trial.run_dir)
+    fired(run, fault)
+    equal(run, reference(task(schedule=None, train_data=Rows())))
+    recorded_once(run, trial)
+    assert lost(run) == [(1, "death")]
+
+
+def test_a_stream_at_their_own_pace_is_refused() -> None:
+    """Each worker reads rows of its own there."""
+    with pytest.raises(
+        mh.Unsupported, match="downpour go at their own pace, and of a stream each reads rows of its own"
+    ):
+        mh.train(
+            task(train_data=Rows(), schedule=None),
+            workers=3,
+            engine="local",
+            strategy="downpour",
+            survive="max_losses=1",
+        )

@@ -32,6 +32,8 @@ T = TypeVar("T")
 _REPORTED: dict[str, Phase] = {"start": "join", "compute": "compute", "checkpoint": "save"}
 """Where a worker reports that it begins a phase. It begins an exchange before it has sent anything."""
 
+_EXCHANGING = ("exchange", "complete", "commit")
+
 _COLLECTIVES = ("all_reduce_", "all_gather", "reduce_scatter", "broadcast_", "send", "receive_", "swap")
 
 
@@ -47,7 +49,7 @@ class FaultInjector:
 
     def reach(self, phase: str, step: int) -> None:
         """The worker begins a phase, as it reports it to the driver."""
-        self._step = step if phase == "exchange" else -1
+        self._step = step if phase in _EXCHANGING else -1
         self._computing = step if phase == "compute" else -1
         if phase == "input":
             self._spoils = False

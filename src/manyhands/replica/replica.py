@@ -43,6 +43,7 @@ class Replica:
         nonfinite: str = "raise",
         clock: Callable[[], float] = time.perf_counter,
         elastic: bool = False,
+        progress: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         """Build the executor's model in memory of `group`, then the schedule. Same order on all ranks.
 
@@ -50,10 +51,12 @@ class Replica:
         nonfinite: "raise", "skip", or "apply" as a plain loop does.
         clock: the worker's, for `apply_seconds`.
         elastic: other workers may take the place of these: see `join`.
+        progress: reports a phase and the step, as `DriverClient.progress` does.
         """
         self.executor, self._group, self.elastic = executor, group, elastic
         self._commits: Group | None = None
         self._clip_norm, self._nonfinite, self._clock = clip_norm, nonfinite, clock
+        self._progress = progress
         executor.build(self._allocate)
         self.model, self.optimizer, self.shards = executor.model, executor.optimizer, executor.shards
         self.layout = Layout.joined([shard.layout for shard in self.shards])  # of `FlatVector.joined()`
@@ -333,7 +336,9 @@ class Replica:
         if self.elastic:
             self._to_complete, self._rounds_with_it = action, self.rounds
             self.round_has_step = self.stepped or steps
+            self._progress("complete", self.step)
             group.barrier()
+            self._progress("commit", self.step)
             self._to_complete = None
             self.completed += 1
         return action()

@@ -402,6 +402,7 @@ def _bring(
     """What `capture` gives on rank `source` of `mesh.data`, tensor by tensor in memory of their own, on `targets`. A
     collective."""
     group, rank = loop.worker.mesh.data, loop.worker.mesh.data.rank
+    loop.worker.driver.progress("bring", loop.replica.step)
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] | None = None
     if rank == source:

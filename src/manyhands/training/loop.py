@@ -119,6 +119,7 @@ class Loop:
             nonfinite=plan.nonfinite,
             clock=worker.clock,
             elastic=worker.elastic,
+            progress=worker.driver.progress,
         )
         check_executor(plan.task, self.replica.shards)
         if worker.server is not None and worker.mesh.model.size > 1:

@@ -86,8 +86,10 @@ def _survive(loop: Loop) -> Outcome | None:
     worker, lost = loop.worker, None
     while worker.join(loop.blank, lost):
         lost = None
+        worker.driver.progress("join", loop.replica.step)
         try:
             outcome = _train(loop)
+            worker.driver.progress("deliver", loop.replica.step)
             if worker.rank == 0:
                 return outcome
         except PeerLost as error:

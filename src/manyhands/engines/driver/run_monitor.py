@@ -14,9 +14,9 @@ from pathlib import Path
 from manyhands import units
 from manyhands.engines.driver.host_processes import name_of, process_indices_of
 
-WAITING = frozenset({"exchange", "wait"})
+WAITING = frozenset({"exchange", "complete", "commit", "wait"})
 """Phases in which a worker waits for its peers, or a shard for its workers: it is no culprit of a hang."""
-STEPPING = frozenset({"compute", "exchange"})
+STEPPING = frozenset({"compute", "exchange", "complete", "commit"})
 """Phases of a worker whose step is the number of the steps that it has made."""
 COMPILING = "compile"
 """A compiler is at work: counts as progress as long as heartbeats come."""
