@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from manyhands.sparse.kernel import Kernel, check_keys, columns_of
 from manyhands.sparse.rows import Rows
+from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -65,3 +66,9 @@ def rows_of_products(rows: int = 400, seed: int = 0, users: int = 40, items: int
     user = np.minimum(random.geometric(0.1, rows) - 1, users - 1)
     item = np.minimum(random.geometric(0.15, rows) - 1, items - 1)
     return {"user": user, "item": item, "number": (left[user] * right[item]).sum(1)}
+
+
+def conforms(**case: Any) -> None:
+    """A kernel and what it is run on passes the suite. A failing check is named by its function."""
+    for check in KERNEL_SUITE.values():
+        check(KernelCase(**case))

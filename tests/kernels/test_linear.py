@@ -4,12 +4,19 @@ import math
 
 import numpy as np
 import pytest
+from products import conforms
 
 import manyhands as mh
 from manyhands.data.csr import Csr
 from manyhands.errors import BadInput, UnknownName
-from manyhands.kernels.linear import Linear, reference_step
-from manyhands.testing.kernel_suite import KERNEL_SUITE, KernelCase
+from refusals import refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """numba takes a second to import."""
+    global Linear, reference_step, _merge
+    from manyhands.kernels.linear import Linear, _merge, reference_step
 
 
 def planted(rows=400, features=60, seed=0, noise=0.0):
@@ -24,20 +31,16 @@ def planted(rows=400, features=60, seed=0, noise=0.0):
     return Csr(offsets, keys, values, np.where(scores > 0, 1, -1), features=features)
 
 
-SOME = planted(40).take([0, 3, 1, 17, 5, 39, 4, 4])
-CASES = {
-    "logistic": Linear(features=60, dtype="float64"),
-    "hinge": Linear(features=60, loss="hinge", dtype="float64"),
-    "without-bias": Linear(features=60, bias=False, dtype="float64"),
-    "ridge": Linear.of(planted(40), loss="hinge", ridge=0.3, dtype="float64"),
-    "in-place": Linear.of(planted(40), ridge=0.1, merge_every=1, dtype="float64"),
-}
-
-
-@pytest.mark.parametrize("check", KERNEL_SUITE)
-@pytest.mark.parametrize("case", CASES)
-def test_conformance(case, check):
-    KERNEL_SUITE[check](KernelCase(kernel=CASES[case], batch=SOME, reference=reference_step, rate=0.5))
+def test_conformance():
+    some, hinge = planted(40), {"loss": "hinge", "dtype": "float64"}
+    for kernel in (
+        Linear(features=60, dtype="float64"),
+        Linear(features=60, **hinge),
+        Linear(features=60, bias=False, dtype="float64"),
+        Linear.of(some, ridge=0.3, **hinge),
+        Linear.of(some, ridge=0.1, merge_every=1, dtype="float64"),
+    ):
+        conforms(kernel=kernel, batch=some.take([0, 3, 1, 17, 5, 39, 4, 4]), reference=reference_step, rate=0.5)
 
 
 def one_row(target):
@@ -79,73 +82,57 @@ def test_each_row_carries_its_share_of_the_ridge():
     assert tables["weights"][:, 0] == pytest.approx([(1 - share / 3) ** 3, 1 - share, 1.0])
 
 
-@pytest.mark.parametrize("loss", ["logistic", "hinge"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_merging_changes_no_bit_of_one_worker(loss, dtype):
-    rows, found = planted(), []
-    for every in (1, 7, 100, 1000, None):
-        kernel = Linear.of(rows, loss=loss, ridge=0.01, dtype=dtype, merge_every=every)
-        tables = kernel.module(0).tables()
-        for _ in range(2):
-            kernel.step(tables, kernel.prepare(rows, 0), 0.3)
-        found.append((tables["weights"].tobytes(), tables["bias"].tobytes()))
-    assert len(set(found)) == 1
-
-
-def test_a_merge_adds_to_what_others_wrote():
-    from manyhands.kernels.linear import _merge
-
+def test_merging_changes_no_bit_of_one_worker():
+    rows = planted(200)
+    for loss, dtype in (("logistic", "float32"), ("hinge", "float64")):
+        found = []
+        for every in (1, 7, 100, 1000, None):
+            kernel = Linear.of(rows, loss=loss, ridge=0.01, dtype=dtype, merge_every=every)
+            tables = kernel.module(0).tables()
+            for _ in range(2):
+                kernel.step(tables, kernel.prepare(rows, 0), 0.3)
+            found.append((tables["weights"].tobytes(), tables["bias"].tobytes()))
+        assert len(set(found)) == 1, (loss, dtype)
     shared, own, before = np.array([1.0, 5.0, 2.0]), np.array([1.5, 2.0, 2.0]), np.array([1.0, 1.0, 2.0])
-    _merge(shared, own, before, 2)
+    _merge(shared, own, before, 2)  # adds to what others wrote
     assert shared.tolist() == own.tolist() == before.tolist() == [1.5, 6.0, 2.0]
 
 
 @pytest.mark.parametrize("loss", ["logistic", "hinge"])
 def test_it_finds_planted_weights(loss):
-    rows = planted(4000)
+    rows = planted(2000)
     task = mh.Task(
         kernel=Linear(features=60, loss=loss),
         rate=0.2,
         rate_decay=0.7,
-        train_data=rows.take(range(3000)),
-        validation_data=rows.take(range(3000, 4000)),
-        batch_size=500,
+        train_data=rows.take(range(1500)),
+        validation_data=rows.take(range(1500, 2000)),
+        batch_size=250,
         epochs=8,
     )
     run = mh.train(task, strategy="solo", workers=1)
-    assert run.metrics["validation_accuracy"] > 0.94
+    assert run.metrics["validation_accuracy"] > 0.93
     losses = [row["loss"] for row in run.history]
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_targets_of_other_kinds_are_refused():
+def test_what_is_refused():
     kernel = Linear(features=3)
-    for targets, why in (([2.0], "row 0 .* has 2"), ([0.5], "has 0.5")):
-        with pytest.raises(BadInput, match=why):
-            kernel.prepare(Csr([0, 1], [0], [1.0], targets, features=3), 0)
-    with pytest.raises(BadInput, match="rows with 0 and rows with -1"):
-        kernel.prepare(Csr([0, 1, 1], [0], [1.0], [0, -1], features=3), 0)
+    for offsets, keys, targets, why in [
+        ([0, 1], [0], [2.0], "row 0 .* has 2"),
+        ([0, 1], [0], [0.5], "has 0.5"),
+        ([0, 1, 1], [0], [0, -1], "rows with 0 and rows with -1"),
+    ]:
+        refused(why, kernel.prepare, Csr(offsets, keys, [1.0], targets, features=3), 0)
     kernel.prepare(Csr([0, 1, 1], [0], [1.0], [1, -1], features=3), 0)
-
-
-def test_other_data_and_more_features_are_refused():
-    with pytest.raises(BadInput, match="sparse rows"):
-        Linear(features=3).prepare({"x": np.zeros(3)}, 0)
-    with pytest.raises(BadInput, match="has 2 features, and its rows have 3"):
-        Linear(features=2).prepare(one_row(1), 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "why"),
-    [
-        ({"features": 0}, BadInput, "features must be"),
-        ({"loss": "squared"}, UnknownName, "choose one of logistic, hinge"),
-        ({"ridge": -1.0}, BadInput, "ridge must be"),
-        ({"ridge": 0.1}, BadInput, "ridge needs the number of rows"),
-        ({"ridge": 0.1, "degrees": np.ones(2)}, BadInput, "ridge needs the number of rows"),
-        ({"merge_every": 0}, BadInput, "merge_every must be"),
-    ],
-)
-def test_options_are_checked(options, error, why):
-    with pytest.raises(error, match=why):
-        Linear(**{"features": 3, **options})
+    refused("sparse rows", kernel.prepare, {"x": np.zeros(3)}, 0)
+    refused("has 2 features, and its rows have 3", Linear(features=2).prepare, one_row(1), 0)
+    for options, why in [
+        ({"features": 0}, "features must be"),
+        ({"loss": "squared"}, "choose one of logistic, hinge"),
+        ({"ridge": -1.0}, "ridge must be"),
+        ({"ridge": 0.1}, "ridge needs the number of rows"),
+        ({"ridge": 0.1, "degrees": np.ones(2)}, "ridge needs the number of rows"),
+        ({"merge_every": 0}, "merge_every must be"),
+    ]:
+        refused(why, lambda options: Linear(**{"features": 3, **options}), options, kind=(BadInput, UnknownName))

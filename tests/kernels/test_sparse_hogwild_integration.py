@@ -5,7 +5,6 @@ import pytest
 
 import manyhands as mh
 from manyhands.data.csr import Csr
-from manyhands.kernels.linear import Linear
 
 ROWS, FEATURES = 64, 20  # of each worker
 
@@ -25,7 +24,7 @@ def disjoint(seed=0):
 
 
 def trained(rows, strategy, workers, merge_every, loss):
-    kernel = Linear.of(rows, loss=loss, ridge=0.1, bias=False, merge_every=merge_every)
+    kernel = mh.kernels.Linear.of(rows, loss=loss, ridge=0.1, bias=False, merge_every=merge_every)
     run = mh.train(
         mh.Task(kernel=kernel, rate=0.3, train_data=rows, batch_size_per_worker=8, epochs=3, shuffle=False),
         strategy=strategy,

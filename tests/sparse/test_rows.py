@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import manyhands as mh
 from manyhands.sparse.initial import initial_rows, mix64
 from manyhands.sparse.rows import Rows
+from refusals import refused
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "text"),
-    [
+def test_what_cannot_be_is_refused() -> None:
+    for fields, error, text in [
         ({"rows": 0}, mh.BadInput, "rows"),
         ({"rows": None}, mh.BadInput, "number of rows"),
         ({"rows": 3, "dim": 1.5}, mh.BadInput, "dim"),
@@ -24,11 +23,8 @@ from manyhands.sparse.rows import Rows
         ({"rows": 3, "initial": "uniform"}, mh.UnknownName, "uniform"),
         ({"rows": 3, "initial": "uniform:x"}, mh.BadInput, "uniform:x"),
         ({"rows": 3, "initial": "normal:-1"}, mh.BadInput, "normal:-1"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Rows(**fields)
+    ]:
+        refused(text, lambda fields: Rows(**fields), fields, kind=error)
 
 
 def test_rows_begin_as_their_declaration_says() -> None:
@@ -57,8 +53,5 @@ def test_a_number_depends_on_seed_table_key_and_column_alone() -> None:
     others = [initial_rows(rows, *other, range(100)) for other in (("u", 3), ("t", 4))]
     assert all(not np.isin(other, whole).any() for other in others)
     assert len(np.unique(whole)) == whole.size  # neighbours have nothing in common
-
-
-def test_the_mixing_is_a_known_one() -> None:
-    """SplitMix64 from the seed 0: the first output of its reference implementation."""
+    # SplitMix64 from the seed 0: the first output of its reference implementation
     assert int(mix64(np.array([0x9E3779B97F4A7C15], np.uint64))[0]) == 0xE220A8397B1DCDAF

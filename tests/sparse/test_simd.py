@@ -6,45 +6,47 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-
-from manyhands.sparse.compile import compiled, prefetch
-from manyhands.sparse.simd import add, every, fma, lanes, load, store, total, zeros
-
-Array = NDArray[Any]
 
 
-@compiled
-def _dot(a: Array, b: Array, first: int, dim: int) -> Any:
-    found = zeros(a)
-    for j in range(np.uint64(0), dim, lanes(a)):
-        prefetch(b, first + j)
-        found = fma(load(a, first + j, dim - j), load(b, first + j, dim - j), found)
-    return total(found)
+@pytest.fixture(scope="module")
+def functions() -> tuple[Any, Any]:
+    """(dot product, sum of multiples), compiled; numba takes a second to import."""
+    global prefetch, add, every, fma, lanes, load, store, total, zeros
+    from manyhands.sparse.compile import compiled, prefetch
+    from manyhands.sparse.simd import add, every, fma, lanes, load, store, total, zeros
+
+    @compiled
+    def dot(a: Any, b: Any, first: int, dim: int) -> Any:
+        found = zeros(a)
+        for j in range(np.uint64(0), dim, lanes(a)):
+            prefetch(b, first + j)
+            found = fma(load(a, first + j, dim - j), load(b, first + j, dim - j), found)
+        return total(found)
+
+    @compiled
+    def axpy(a: Any, b: Any, factors: Any, which: int, first: int, dim: int) -> None:
+        """b = factors[which] · a + a + b from `first` on."""
+        for j in range(np.uint64(0), dim, lanes(a)):
+            own = load(a, first + j, dim - j)
+            moved = fma(every(factors, which), own, add(own, load(b, first + j, dim - j)))
+            store(b, first + j, moved, dim - j)
+
+    return dot, axpy
 
 
-@compiled
-def _axpy(a: Array, b: Array, factors: Array, which: int, first: int, dim: int) -> None:
-    """b = factors[which] · a + a + b from `first` on."""
-    for j in range(np.uint64(0), dim, lanes(a)):
-        own = load(a, first + j, dim - j)
-        moved = fma(every(factors, which), own, add(own, load(b, first + j, dim - j)))
-        store(b, first + j, moved, dim - j)
-
-
-@pytest.mark.parametrize("dim", [1, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_of_any_length_at_any_place(dim: int, dtype: Any) -> None:
+def test_rows_of_any_length_at_any_place(functions: tuple[Any, Any]) -> None:
     """What stands before and behind is neither read nor written."""
-    random = np.random.default_rng(dim)
-    a, b = random.normal(size=(2, dim + 6)).astype(dtype)
-    for edge in (slice(None, 3), slice(dim + 3, None)):
-        a[edge] = np.nan
-    row = slice(3, dim + 3)
-    close = {"rtol": 1e-5 if dtype == np.float32 else 1e-12, "atol": 1e-5 if dtype == np.float32 else 1e-12}
-    assert np.allclose(_dot(a, b, np.uint64(3), np.uint64(dim)), a[row] @ b[row], **close)
-    moved, factors = b.copy(), np.array([7, -0.5], dtype)
-    _axpy(a, moved, factors, np.uint64(1), np.uint64(3), np.uint64(dim))
-    assert np.allclose(moved[row], b[row] + a[row] / 2, **close)
-    assert np.array_equal(moved[:3], b[:3])
-    assert np.array_equal(moved[dim + 3 :], b[dim + 3 :])
+    dot, axpy = functions
+    for dtype, close in ((np.float32, 1e-5), (np.float64, 1e-12)):
+        for dim in (1, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100):
+            a, b = np.random.default_rng(dim).normal(size=(2, dim + 6)).astype(dtype)
+            for edge in (slice(None, 3), slice(dim + 3, None)):
+                a[edge] = np.nan
+            row = slice(3, dim + 3)
+            first, length = np.uint64(3), np.uint64(dim)
+            assert np.allclose(dot(a, b, first, length), a[row] @ b[row], rtol=close, atol=close), (dtype, dim)
+            moved, factors = b.copy(), np.array([7, -0.5], dtype)
+            axpy(a, moved, factors, np.uint64(1), first, length)
+            assert np.allclose(moved[row], b[row] + a[row] / 2, rtol=close, atol=close), (dtype, dim)
+            assert np.array_equal(moved[:3], b[:3]), (dtype, dim)
+            assert np.array_equal(moved[dim + 3 :], b[dim + 3 :]), (dtype, dim)
