@@ -50,10 +50,6 @@ def test_rows_go_to_those_who_train(drop_remainder: bool) -> None:
     batches = [batch for trainer in dealt for batch in trainer]
     assert Counter(int(n) for _, label in batches for n in label) == Counter(dict.fromkeys(range(22), 2))
     assert all(type(x) is np.ndarray and (x == 2 * label).all() for x, label in batches)
-
-
-def test_rows_for_nobody() -> None:
-    counts = {"chief": 0, "worker": 1, "ps": 1, "evaluator": 0}
     with pytest.raises(BadInput, match="was given no rows"):
         next(cluster_of(counts, "worker", 0).rows(4))
     with pytest.raises(BadInput, match="can read rows, and this process is ps"):
@@ -113,9 +109,6 @@ def test_variables_of_every_process_of_every_cluster_of_which_one_is_the_chief()
             }
             assert found == ({} if role in ("ps", "evaluator") else expected), (counts, role, index)
         assert chiefs == [(first, 0)], counts
-
-
-def test_a_host_of_six_has_brackets_where_a_port_follows() -> None:
     found = variables(Cluster(role="worker", index=0, addresses={"worker": ("[::1]:7000",)}), 0, 1)
     assert (found["MASTER_ADDR"], found["JAX_COORDINATOR_ADDRESS"]) == ("::1", "[::1]:7000")
 
@@ -143,13 +136,6 @@ def test_all_hear_the_same_addresses_and_their_ports_are_free_again() -> None:
             sock.bind((host, int(port)))
 
 
-def test_published_ports_are_met_at_the_address_that_the_others_reach() -> None:
-    """Listening is at an address of this machine, which a container's published address is not."""
-    cluster, _ = met(Worker(address="203.0.113.5"), Roles(workers=1, others={}))
-    (address,) = cluster.addresses["worker"]
-    assert address.startswith("203.0.113.5:")
-
-
 def test_local_ranks_are_of_a_hosts_own_trainers() -> None:
     """Hosts of 2, 3 and 1 processes: chief and worker 0; workers 1 and 2 and ps 0; ps 1."""
     found = meet_all(Roles(workers=3, others={"chief": 1, "ps": 2}), [0, 0, 2, 2, 2, 5])
@@ -169,7 +155,10 @@ def test_ports_lie_where_the_system_gives_none_away(tmp_path: Path, monkeypatch:
     assert module._quiet_ports() is None
 
 
-def test_a_worker_listens_on_its_own_ports_alone() -> None:
+def test_the_ports_and_the_address_that_a_worker_is_given() -> None:
+    """Listening is at an address of this machine, which a container's published address is not."""
+    cluster, _ = met(Worker(address="203.0.113.5"), Roles(workers=1, others={}))
+    assert cluster.address.startswith("203.0.113.5:")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     cluster, _ = met(Worker(ports=(port, port)), Roles(workers=1, others={}))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver_script import wait_until
 
 from manyhands.engines.cluster import Cluster
 from manyhands.engines.hosts.engine import Hosts
@@ -90,12 +91,6 @@ def test_who_serves_for_ever_is_ended_and_no_port_is_left(local: Local, tmp_path
     assert all(gone(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_an_evaluator_that_is_awaited_says_what_it_found(local: Local) -> None:
-    until = ("chief", "worker", "evaluator")
-    found = local.run(lambda cluster: cluster.role, workers=1, roles={"evaluator": 1, "ps": 1}, until=until)
-    assert found == {"worker": ["worker"], "ps": ["ps"], "evaluator": ["evaluator"]}
-
-
 def raises(cluster: Cluster, role: str, index: int) -> None:
     if (cluster.role, cluster.index) == (role, index):
         raise KeyError("of the user")
@@ -142,29 +137,37 @@ def test_one_process_alone_is_the_callers(local: Local) -> None:
 
 @pytest.mark.slow
 def test_tensorboard_beside_the_chief(local: Local, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Alone, as long as the run takes, at the address that is told."""
     pytest.importorskip("tensorboard")
 
     def boards() -> list[int]:
-        wanted = [str(tmp_path), "tensorboard.main"]
+        wanted = [str(tmp_path / "logs"), "tensorboard.main"]
         lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
         return [int(pid) for pid, line in lines.items() if all(word.encode() in line for word in wanted)]
 
-    with caplog.at_level(logging.WARNING, "manyhands"):
-        found = local.run(lambda cluster: cluster.is_chief and boards(), workers=2, tensorboard=str(tmp_path))
-    assert [len(value) for value in found["worker"] if value] == [1]
-    assert re.fullmatch(r"TensorBoard: http://127\.0\.0\.1:\d+/", "\n".join(caplog.messages))
+    def program(cluster: Cluster) -> tuple[int, int]:
+        url = tmp_path / "url"
+        wait_until(url.exists, 60)
+        with urllib.request.urlopen(url.read_text(), timeout=30) as page:
+            return len(boards()), page.status
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if found := re.fullmatch(r"TensorBoard: (http://127\.0\.0\.1:\d+/)", record.getMessage()):
+                (tmp_path / "part").write_text(found[1])
+                (tmp_path / "part").rename(tmp_path / "url")
+
+    logger, heard = logging.getLogger("manyhands"), Heard()
+    logger.addHandler(heard)
+    try:
+        with caplog.at_level(logging.WARNING, "manyhands"):
+            found = local.run(program, workers=2, tensorboard=str(tmp_path / "logs"))
+    finally:
+        logger.removeHandler(heard)
+    assert found["worker"] == [(1, 200)] * 2
     assert boards() == []
-
-
-@pytest.mark.slow
-def test_tensorboard_answers_at_the_address_that_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from manyhands.engines.cluster import shown
-
-    with shown(str(tmp_path), "127.0.0.1") as url, urllib.request.urlopen(url, timeout=30) as page:
-        assert page.status == 200
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=30)
+        urllib.request.urlopen((tmp_path / "url").read_text(), timeout=30)
 
 
 @pytest.mark.slow

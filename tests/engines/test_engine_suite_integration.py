@@ -110,29 +110,26 @@ def anonymous(program: Program, plan: LaunchSpec) -> list[Any]:
         raise WorkerFailed("a worker failed", error=error.error, **place) from error  # type: ignore[arg-type]
 
 
+def with_observer(program: Program, plan: LaunchSpec, observer: Observer) -> list[Any]:
+    return local_launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=observer))
+
+
 def deaf(program: Program, plan: LaunchSpec) -> list[Any]:
     """Events come late, the newest first; rows never."""
     heard: list[Any] = []
-
-    class Late(Observer):
-        def event(self, event: Any) -> None:
-            heard.insert(0, event)
-
-        def answer(self, event: Any) -> dict[str, Any]:
-            return plan.observer.answer(event)
-
-    values = local_launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=Late()))
+    late = Observer()
+    late.event = lambda event: heard.insert(0, event)  # type: ignore[method-assign]
+    late.answer = plan.observer.answer  # type: ignore[method-assign]
+    values = with_observer(program, plan, late)
     for event in heard:
         plan.observer.event(event)
     return values
 
 
 def never_stops(program: Program, plan: LaunchSpec) -> list[Any]:
-    class Content(Observer):
-        def event(self, event: Any) -> None:
-            plan.observer.event(event)
-
-    return local_launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=Content()))
+    content = Observer()
+    content.event = plan.observer.event  # type: ignore[method-assign]
+    return with_observer(program, plan, content)
 
 
 def other_thread(program: Program, plan: LaunchSpec) -> list[Any]:

@@ -9,8 +9,7 @@ import torch
 from refused_cases import all_refused
 from typing_extensions import override
 
-from manyhands.comm.group import Group
-from manyhands.data.leases import End, Lease, Segment
+from manyhands.data.leases import Segment
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.engines.nested import Nested, NestedDriverClient
@@ -19,7 +18,7 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
-from manyhands.worker import DriverClient, SoloDriverClient, Worker
+from manyhands.worker import SoloDriverClient, Worker
 
 
 class Listening(Observer):
@@ -37,32 +36,21 @@ class Listening(Observer):
         return self.reason
 
 
-class Outer(DriverClient):
-    """The launcher's line."""
+class Outer(SoloDriverClient):
+    """The launcher's line, whom a run's own events, questions and rows do not concern."""
 
     def __init__(self, reason: str = "") -> None:
         self.places: list[tuple[str, int]] = []
         self.reason = reason
 
+    def _none(self, *_: Any) -> Any:
+        raise AssertionError("it does not concern the launcher")
+
+    emit = ask = collect = lease = _none
+
     @override
     def progress(self, phase: str, step: int) -> None:
         self.places.append((phase, step))
-
-    @override
-    def emit(self, event: Event) -> None:
-        raise AssertionError("a run's own events do not concern the launcher")
-
-    @override
-    def ask(self, event: Event) -> dict[str, Any]:
-        raise AssertionError("a run's own questions do not concern the launcher")
-
-    @override
-    def collect(self, group: Group) -> None:
-        raise AssertionError("a run's own events do not concern the launcher")
-
-    @override
-    def lease(self, segment: Segment, replica: int, push: int | None = None) -> Lease | End:
-        raise AssertionError("a run's own rows do not concern the launcher")
 
     @override
     def should_stop(self) -> str:

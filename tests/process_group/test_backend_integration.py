@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def on_backend(
     manyhands_backend.register()
 
     def run(rank: int) -> Any:
+        warnings.simplefilter("ignore")
         dist.init_process_group(name, store=dist.FileStore(store, size), rank=rank, world_size=size)
         try:
             return program()
@@ -45,23 +47,18 @@ def conformance(group: Any) -> int:
     return len(BACKEND_SUITE)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_conformance(name: str, size: int, tmp_path: Path) -> None:
-    found = on_backend(name, size, lambda: conformance(dist.group.WORLD), tmp_path)
-    assert values(found) == [len(BACKEND_SUITE)] * size
-
-
-def _in_a_part() -> int | None:
+def _in_all_and_in_a_part() -> list[int | None]:
     group = dist.new_group([0, 2])
-    return None if dist.get_rank() == 1 else conformance(group)
+    return [conformance(dist.group.WORLD), None if dist.get_rank() == 1 else conformance(group)]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BACKENDS)
-def test_conformance_of_a_part(name: str, tmp_path: Path) -> None:
-    assert values(on_backend(name, 3, _in_a_part, tmp_path)) == [len(BACKEND_SUITE), None, len(BACKEND_SUITE)]
+def test_conformance(name: str, tmp_path: Path) -> None:
+    """Of one, of a pair that is a part, and of three."""
+    whole = len(BACKEND_SUITE)
+    assert values(on_backend(name, 1, lambda: conformance(dist.group.WORLD), tmp_path)) == [whole]
+    found = values(on_backend(name, 3, _in_all_and_in_a_part, tmp_path))
+    assert found == [[whole, whole], [whole, None], [whole, whole]]
 
 
 def _strided() -> list[list[float]]:
@@ -79,11 +76,6 @@ def _strided() -> list[list[float]]:
     return [row.tolist() for row in rows]
 
 
-def test_tensors_with_gaps_are_reduced_where_they_lie(tmp_path: Path) -> None:
-    first, second = values(on_backend("manyhands", 2, _strided, tmp_path))
-    assert first == second
-
-
 def _whole_means() -> tuple[list[int], list[int]]:
     """Mean of -3 and -2, 5 and 6, 7 and 7; then the part of it that is this rank's, of two numbers each."""
     rank = dist.get_rank()
@@ -92,13 +84,6 @@ def _whole_means() -> tuple[list[int], list[int]]:
     part = torch.zeros(2, dtype=torch.int32)
     dist.reduce_scatter_tensor(part, torch.tensor([-3, 5, 6, 9], dtype=torch.int32) + rank, dist.ReduceOp.AVG)
     return whole.tolist(), part.tolist()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_means_of_whole_numbers_are_cut_toward_zero(tmp_path: Path) -> None:
-    """gloo has none. Lightning asks every other backend for them."""
-    found = values(on_backend("manyhands", 2, _whole_means, tmp_path))
-    assert found == [([-2, 5, 7], [-2, 5]), ([-2, 5, 7], [6, 9])]
 
 
 def _refused() -> list[str]:
@@ -110,11 +95,29 @@ def _refused() -> list[str]:
     return said
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_what_torch_cannot_add_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    """And none waits for one that has raised already."""
-    first, second = values(on_backend("manyhands", 2, _refused, tmp_path, deadline_s=20))
-    assert first == second
+def _ended() -> list[str]:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
+    dist.destroy_process_group()
+    left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to destroy
+    return [name for name in left if "gloo" in name]
+
+
+def test_what_gloo_cannot(tmp_path: Path) -> None:
+    """Tensors with gaps are reduced where they lie. Means of whole numbers, for which Lightning asks every backend but gloo,
+    are cut toward zero. What torch cannot add is refused on all ranks, and none waits for one that has raised already."""
+
+    def program() -> list[Any]:
+        return [_strided(), _whole_means(), _refused()]
+
+    first, second = values(on_backend("manyhands", 2, program, tmp_path, deadline_s=30))
+    assert first[0] == second[0]
+    assert [first[1], second[1]] == [([-2, 5, 7], [-2, 5]), ([-2, 5, 7], [6, 9])]
+    assert first[2] == second[2]
+
+
+def test_a_destroyed_group_leaves_no_thread(tmp_path: Path) -> None:
+    assert values(on_backend("manyhands", 2, _ended, tmp_path)) == [[], []]
 
 
 # -- programs that were written for torch.distributed ------------------------------------------------------------------
@@ -220,23 +223,18 @@ def checkpointed() -> Tensor:
 PROGRAMS = [ddp, zero_redundancy, fully_sharded, tensor_parallel, pipelined, checkpointed]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "program", [pytest.param(p, marks=() if p is ddp else pytest.mark.slow, id=p.__name__) for p in PROGRAMS]
-)
-def test_a_program_ends_with_gloos_parameters(
-    program: Callable[[], Tensor], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("size", "programs"), [(2, [ddp]), pytest.param(3, PROGRAMS, marks=pytest.mark.slow)])
+def test_programs_end_with_gloos_parameters(
+    size: int, programs: list[Callable[[], Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Bit by bit for two ranks."""
     found = {}
     for name in BACKENDS:
         monkeypatch.setenv("DCP", str(tmp_path / name))
-        found[name] = values(on_backend(name, size, program, tmp_path))
+        found[name] = values(on_backend(name, size, lambda: [program() for program in programs], tmp_path))
+    limit = 0.0 if size == 2 else 1e-6
     for ours, theirs in zip(found["manyhands"], found["gloo"], strict=True):
-        if size == 2:
-            assert torch.equal(ours, theirs)
-        else:
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
 
 
 # -- what goes through, and what is lost -------------------------------------------------------------------------------
@@ -254,30 +252,26 @@ def _through(calls: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_many_calls_that_go_through_do_not_hang(tmp_path: Path) -> None:
-    assert values(on_backend("manyhands", 2, lambda: _through(20_000), tmp_path)) == [4, 4]
+    assert values(on_backend("manyhands", 2, lambda: _through(10_000), tmp_path)) == [4, 4]
 
 
-def _killed() -> tuple[PeerLost, float] | None:
+def _killed() -> PeerLost | None:
     tensor = torch.ones(1000)
     for _ in range(3):
         dist.all_reduce(tensor)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(PeerLost) as error:
         dist.all_reduce(tensor)
-    return error.value, time.monotonic() - start
+    return error.value
 
 
 def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
     outcomes = on_backend("manyhands", 3, _killed, tmp_path)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].text
-        error, seconds = outcomes[rank].value
-        assert error.rank == 1
-        assert seconds < 1
+        assert outcomes[rank].value.rank == 1
 
 
 def _in_backward() -> PeerLost | None:
@@ -294,16 +288,3 @@ def test_a_rank_that_is_lost_ends_the_others_backward(tmp_path: Path) -> None:
     first, _ = on_backend("manyhands", 2, _in_backward, tmp_path)
     assert first.error is None, first.text
     assert first.value.rank == 1
-
-
-def _ended() -> list[str]:
-    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX)
-    dist.destroy_process_group()
-    left = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the harness to destroy
-    return [name for name in left if "gloo" in name]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_destroyed_group_leaves_no_thread(tmp_path: Path) -> None:
-    assert values(on_backend("manyhands", 2, _ended, tmp_path)) == [[], []]

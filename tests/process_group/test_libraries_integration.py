@@ -1,4 +1,5 @@
-"""Libraries that train on torch.distributed (Hugging Face's Trainer, accelerate, Lightning) end with gloo's parameters."""
+"""Libraries that train on torch.distributed (accelerate, which Hugging Face's Trainer is on, and Lightning) end with gloo's
+parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from driver_script import MARK, MarkedProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 DEADLINE_S = 100.0
@@ -28,7 +29,6 @@ LAUNCHERS = {  # `{n}`: the ranks. Each takes a port that is free
     "manyhands": "manyhands run --as distributed --threads-per-worker 1 -n {n}",
     "accelerate": "accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes {n} --main_process_port 0",
 }
-SIZES = [2, 3, 4]
 
 SAVED = """
     import os, sys
@@ -43,34 +43,6 @@ SAVED = """
         if found["backend"] == "gloo":  # its threads may outlive the group, and abort the process where Python ends
             sys.stdout.flush()
             os._exit(0)
-"""
-
-TRAINER = """
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    sizes = dict(hidden_size=16, intermediate_size=32, vocab_size=40, max_position_embeddings=16)
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
-    rows = [{"input_ids": torch.randint(0, 40, (8,)), "labels": torch.tensor(row % 2)} for row in range(44)]
-    arguments = TrainingArguments(
-        output_dir=sys.argv[1] + ".out",
-        use_cpu=True,
-        max_steps=6,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-
-    def right(given):
-        return {"right": float((given.predictions.argmax(-1) == given.label_ids).mean()), "rows": len(given.label_ids)}
-
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:11], compute_metrics=right)
-    loss = trainer.train().training_loss
-    metrics = trainer.evaluate()
-    save(model, numbers=[loss, metrics["eval_loss"], metrics["eval_right"]], rows=metrics["eval_rows"])
 """
 
 ACCELERATE = """
@@ -157,39 +129,34 @@ LIGHTNING = """
     save(model, numbers=[float(one) for _, one in sorted(trainer.callback_metrics.items())], rows=model.rows)
 """
 
-PROGRAMS = {"transformers": TRAINER, "accelerate": ACCELERATE, "lightning": LIGHTNING}
+PROGRAMS = {"accelerate": ACCELERATE, "lightning": LIGHTNING}
 
 
-class Started(MarkedProcess):
-    """A program's ranks, and whoever starts them. Nothing of it lives on behind its end or its deadline."""
-
-    def __init__(self, folder: Path, words: Sequence[str], **environment: str) -> None:
-        self.mark = uuid.uuid4().hex
-        self._said = folder / f"said-{self.mark}"
-        path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self._said.open("w") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", MARK: self.mark, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                text=True,
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        try:
-            status: object = self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            status = f"nothing within {DEADLINE_S:.0f} s"
-        finally:
-            for pid in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait(10)
-        assert status == 0, f"it ended with {status}:\n{self._said.read_text()[-12000:]}"
+def started(folder: Path, words: Sequence[str], **environment: str) -> None:
+    """A program's ranks, and whoever starts them, until they end. Nothing of it lives on behind its end or its deadline."""
+    path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    made, said = MarkedProcess(), folder / f"said-{uuid.uuid4().hex}"
+    made.mark = uuid.uuid4().hex
+    with said.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", MARK: made.mark, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        status: object = process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        status = f"nothing within {DEADLINE_S:.0f} s"
+    finally:
+        for pid in made.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+    assert status == 0, f"it ended with {status}:\n{said.read_text()[-12000:]}"
 
 
 @dataclass
@@ -200,10 +167,8 @@ class Runs:
     library: str
 
     def __post_init__(self) -> None:
-        needed = {self.library, "accelerate"} if self.library == "transformers" else {self.library}
-        for name in sorted(needed):
-            if find_spec(name) is None:
-                pytest.skip(f"needs {name}")
+        if find_spec(self.library) is None:
+            pytest.skip(f"needs {self.library}")
         text = textwrap.dedent(SAVED) + textwrap.dedent(PROGRAMS[self.library])
         (self.folder / "program.py").write_text(text)
 
@@ -212,7 +177,7 @@ class Runs:
         where = self.folder / f"{launcher}-{uuid.uuid4().hex}"
         start = [] if launcher == "alone" else ["-m", *LAUNCHERS[launcher].format(n=size).split()]
         own = [str(size), *arguments] if self.library == "lightning" else list(arguments)
-        Started(self.folder, [*start, "program.py", str(where), *own], **environment).end()
+        started(self.folder, [*start, "program.py", str(where), *own], **environment)
         return [torch.load(f"{where}.{rank}", weights_only=True) for rank in range(size)]
 
 
@@ -228,25 +193,28 @@ def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, exact: bo
         assert one["rows"] == other["rows"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("library", PROGRAMS)
-def test_a_librarys_program_ends_with_gloos_parameters(library: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_accelerates_program_ends_with_gloos_parameters(tmp_path: Path) -> None:
     """Unchanged: torchrun gives it gloo, `manyhands run --as distributed` gives it ours."""
+    runs = Runs(tmp_path, "accelerate")
+    agree(runs.by("manyhands", 2), runs.by("torchrun", 2), exact=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("library", "size"), [("lightning", 2), ("lightning", 4), ("accelerate", 3)])
+def test_so_do_others_and_more_ranks(library: str, size: int, tmp_path: Path) -> None:
     runs = Runs(tmp_path, library)
     agree(runs.by("manyhands", size), runs.by("torchrun", size), exact=size == 2)
 
 
-@pytest.mark.parametrize("library", ["transformers", "accelerate"])
-def test_accelerate_launch_gives_it_where_the_variable_says_so(library: str, tmp_path: Path) -> None:
-    runs = Runs(tmp_path, library)
-    agree(runs.by("accelerate", 2, MANYHANDS_BACKEND="replace"), runs.by("accelerate", 2), exact=True)
-
-
-def test_accelerate_takes_a_group_that_is_there(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_accelerate_takes_ours_where_the_variable_says_so_and_a_group_that_is_there(tmp_path: Path) -> None:
     runs = Runs(tmp_path, "accelerate")
+    agree(runs.by("accelerate", 2, MANYHANDS_BACKEND="replace"), runs.by("accelerate", 2), exact=True)
     agree(runs.by("torchrun", 2, "manyhands"), runs.by("torchrun", 2, "gloo"), exact=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["alone", "torchrun"])
 def test_lightning_is_told_the_backend_by_its_strategy(launcher: str, tmp_path: Path) -> None:
     runs = Runs(tmp_path, "lightning")

@@ -38,26 +38,25 @@ def run(folder: Path, text: str, **environment: str) -> subprocess.CompletedProc
 
 PROGRAM = """
     import torch, torch.distributed as dist
-    dist.init_process_group({asked}, store=dist.HashStore(), rank=0, world_size=1)
-    part, named = dist.new_group(), dist.new_group(backend="gloo")
-    print(dist.get_backend(), dist.get_backend(part), dist.get_backend(named), type(dist.group.WORLD).__name__)
-    dist.destroy_process_group()
+    for arguments, options in {asked}:
+        dist.init_process_group(*arguments, **options, store=dist.HashStore(), rank=0, world_size=1)
+        part, named = dist.new_group(), dist.new_group(backend="gloo")
+        print(dist.get_backend(), dist.get_backend(part), dist.get_backend(named), type(dist.group.WORLD).__name__)
+        dist.destroy_process_group()
 """
 
 
-def test_torch_finds_it_without_an_import(tmp_path: Path) -> None:
-    assert [one.value for one in entry_points(group="torch.backends", name="manyhands")] == [
-        "manyhands_backend:register"
-    ]
-    done = run(tmp_path, PROGRAM.format(asked='"manyhands"'))
-    assert done.stdout.split() == ["manyhands", "manyhands", "gloo", "ManyhandsProcessGroup"], done.stderr
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ['"gloo"', "backend='gloo'", "None", '"cpu:gloo,cuda:nccl"'])
-def test_it_takes_the_place_of_gloo_where_the_variable_says_so(tmp_path: Path, asked: str) -> None:
+def test_torch_finds_it_without_an_import_and_it_takes_the_place_of_gloo_where_the_variable_says_so(
+    tmp_path: Path,
+) -> None:
+    (found,) = entry_points(group="torch.backends", name="manyhands")
+    assert found.value == "manyhands_backend:register"
+    done = run(tmp_path, PROGRAM.format(asked=[(["manyhands"], {})]))
+    assert done.stdout.split() == ["manyhands", "manyhands", "gloo", "ManyhandsProcessGroup"], done.stderr
+    asked = [(["gloo"], {}), ([], {"backend": "gloo"}), ([], {}), (["cpu:gloo,cuda:nccl"], {})]
     done = run(tmp_path, PROGRAM.format(asked=asked), MANYHANDS_BACKEND="replace")
-    assert done.stdout.split() == ["manyhands", "manyhands", "manyhands", "ManyhandsProcessGroup"], done.stderr
+    assert done.stdout.split() == ["manyhands", "manyhands", "manyhands", "ManyhandsProcessGroup"] * 4, done.stderr
 
 
 def test_it_never_keeps_torch_from_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:

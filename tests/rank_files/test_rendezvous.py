@@ -1,8 +1,9 @@
-"""Who meets at which folder, and what counts as a collective."""
+"""Who meets at which folder, what counts as a collective, and for whom functions are as they were given."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from manyhands.comm.solo import SoloGroup
 from manyhands.errors import ManyhandsError
 from manyhands.rank_files import rendezvous
-from manyhands.rank_files.folder import CollectiveCounts, Folder
+from manyhands.rank_files.folder import CollectiveCounts, Folder, as_given, is_as_given, pause
 from manyhands.rank_files.views import FirstView
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -84,3 +85,31 @@ def test_a_collective_counts_once_as_it_begins(tmp_path: Path) -> None:
         group.barrier()
         assert turns.first == expected
     view.close()
+
+
+# -- functions as they were given ---------------------------------------------------------------------------------------
+
+
+def test_it_is_this_threads_alone_and_nests() -> None:
+    elsewhere: list[bool] = []
+    with as_given(), as_given():
+        thread = threading.Thread(target=lambda: elsewhere.append(is_as_given()))
+        thread.start()
+        thread.join()
+        assert is_as_given()
+    assert elsewhere == [False]
+    assert not is_as_given()
+
+
+def test_a_signal_handler_during_a_pause_is_the_scripts() -> None:
+    seen: list[bool] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(is_as_given()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with as_given():
+            while not seen:
+                pause(0.01)
+            assert is_as_given()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [False]

@@ -1,4 +1,4 @@
-"""Both views in one process, without patches: who is ahead is the test's to say."""
+"""Both views in one process, without patches: who is ahead is the test's to say; and who owns a file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,66 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.rank_files.file_owner import (
+    Changes,
+    FileSource,
+    caches,
+    destination,
+    governing,
+    is_own,
+    is_shared,
+    source_of,
+)
 from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.merge import settle
 from manyhands.rank_files.views import FirstView, OtherView, View
+
+NEVER = Changes()
+
+
+def test_whence_a_file_is_read() -> None:
+    for own, first, passed, expected in (
+        (NEVER, Changes(3, 3), False, FileSource.REAL),  # read only
+        (Changes(1, 0), Changes(1, 1), False, FileSource.OWN),  # open here
+        (Changes(1, 1), NEVER, False, FileSource.WAIT),
+        (Changes(1, 1), NEVER, True, FileSource.OWN),
+        (Changes(2, 2), Changes(2, 1), False, FileSource.WAIT),  # half written there
+        (Changes(2, 2), Changes(1, 1), False, FileSource.WAIT),
+        (Changes(2, 2), Changes(2, 2), False, FileSource.REAL),
+        (Changes(2, 2), Changes(3, 2), False, FileSource.OWN),  # being written anew
+        (Changes(2, 2), Changes(3, 3), False, FileSource.OWN),
+    ):
+        assert source_of(own, first, passed) is expected, (own, first, passed)
+
+
+def test_a_path_is_a_ranks_own_once_the_first_has_passed_it_by() -> None:
+    assert is_own(Changes(1, 1), NEVER, passed=True)
+    assert not is_own(Changes(1, 1), NEVER, passed=False)
+    assert not is_own(Changes(1, 1), Changes(1, 0), passed=True)
+    assert not is_own(Changes(1, 0), NEVER, passed=True)
+
+
+def test_destination() -> None:
+    assert destination("/a", 2, exists=False, taken=False, complete=False) == "/a"
+    assert destination("/a", 2, exists=True, taken=False, complete=True) == "/a"
+    assert destination("/a", 2, exists=True, taken=False, complete=False) == "/a.rank-2"
+    assert destination("/a", 2, exists=False, taken=True, complete=True) == "/a.rank-2"
+
+
+def test_the_last_change_of_a_path_or_a_folder_above_governs() -> None:
+    changes = {"/a": Changes(at=3), "/a/b/c": Changes(at=2), "/d": Changes(at=9)}
+    assert governing("/a/b/c", changes) == "/a"
+    assert governing("/d/e", changes) == "/d"
+    assert governing("/f", changes) is None
+
+
+def test_shared_paths() -> None:
+    private = {"/tmp/x", *caches({"HOME": "/home/u", "HF_HOME": "/models"}, "/tmp", "u")}
+    for path in ("/tmp/x/y", "/home/u/.cache/a", "/models/b", "/tmp/torchinductor_u/c", "/dev/null", "/proc/self/fd/1"):
+        assert not is_shared(path, private), path
+    assert not is_shared("/home/u/__pycache__/a.pyc", private)
+    for path in ("/tmp/xy", "/home/u/model.pt", "/device/a"):
+        assert is_shared(path, private), path
 
 
 class Ranks:
@@ -115,16 +172,11 @@ def test_a_trackers_file_is_the_firsts_alone(ranks: Ranks) -> None:
     assert ranks.end() == {"events.out.tfevents.1.host.7": "x"}
 
 
-def test_what_stood_there_is_replaced_only_after_a_good_end(ranks: Ranks) -> None:
+@pytest.mark.parametrize("well", [False, True])
+def test_what_stood_there_is_replaced_only_after_a_good_end(ranks: Ranks, well: bool) -> None:
     Path(ranks.path("old")).write_text("old")
     ranks.write(ranks.others[0], "old", " and more", fresh=False)
-    assert ranks.end(well=False) == {"old": "old", "old.rank-1": "old and more"}
-
-
-def test_after_a_good_end_it_is_replaced(ranks: Ranks) -> None:
-    Path(ranks.path("old")).write_text("old")
-    ranks.write(ranks.others[0], "old", " and more", fresh=False)
-    assert ranks.end() == {"old": "old and more"}
+    assert ranks.end(well) == ({"old": "old and more"} if well else {"old": "old", "old.rank-1": "old and more"})
 
 
 def test_exclusive_creation(ranks: Ranks) -> None:

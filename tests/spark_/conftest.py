@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,3 +21,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     need_spark()
     with spark_session(CLUSTER, tmp_path_factory.mktemp("spark")) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def keras() -> Any:
+    """On torch; imported for the tests that need it."""
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    return pytest.importorskip("keras")

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refused_cases import all_refused
 
 import manyhands as mh
 from manyhands.errors import BadInput
@@ -56,17 +57,13 @@ def test_records_are_typed_by_their_lists(tmp_path: Path) -> None:
         mh.spark.frame(tmp_path, features="raw")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_is_refused(folder: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"features": "z"}, "the files have no column 'z'; they have x, n"),
         ({"features": "name"}, "column 'name' holds string, not numbers"),
         ({"features": "vector"}, r"not numbers: .*vector_to_array.*or have Spark read them"),
         ({"features": "x", "input": "stream"}, "input='stream' is for a DataFrame: give spark.read.parquet"),
         ({"features": "x", "input": "rows"}, "input must be 'stream' or 'files', not 'rows'"),
         ({"features": "x", "weight": "n"}, "give label too"),
-    ],
-)
-def test_what_cannot_be_is_refused(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        mh.spark.frame(folder, **options)
+    ]
+    all_refused(lambda options: mh.spark.frame(folder, **options), cases)

@@ -26,6 +26,8 @@ from manyhands.spark.dataframe import split
 from manyhands.worker import Worker
 from tfrecord_files import examples
 
+pytestmark = pytest.mark.slow
+
 
 def read(frames: tuple[DistributedFrame, ...], batch_size: int, worker: Worker) -> list[list[list[int]]]:
     """[frame][epoch] the labels that this worker gets."""
@@ -67,31 +69,29 @@ def numbered(spark: Any, counts: list[int]) -> Any:
     return spark.createDataFrame(made, "row long, x double")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("counts", "workers", "batch_size"),
-    [
-        ([33], 4, 8),
-        ([0, 1, 0, 5, 0], 2, 64),
-        ([3, 0, 1], 4, 4),
-        ([8], 2, 4),
-    ],
-)
-def test_every_row_once_an_epoch(spark: Any, counts: list[int], workers: int, batch_size: int) -> None:
-    """CASE 20"""
-    (epochs,) = labels(Spark(), (framed(numbered(spark, counts)),), workers, batch_size)
-    assert epochs == [Counter(range(sum(counts)))] * 2
+def test_every_row_once_an_epoch(spark: Any, tmp_path: Path) -> None:
+    """CASE 20: of many frames of one run, streams and files that the executors read, with many and few rows a partition."""
+    for i, many in enumerate([5, 0, 9, 1]):
+        file = examples(*({"x": [0.5], "row": [100 * i + n]} for n in range(many)))
+        (tmp_path / f"{i}.tfrecord").write_bytes(file)
+    split_ones = numbered(spark, [3]).selectExpr("row + 100 as row", "x", "row = 1 as judged")
+    counts = ([33], [3, 0, 1], [8])
+    frames = (*(framed(numbered(spark, one)) for one in counts), framed(tmp_path), *split(split_ones, framed, "judged"))
+    *streamed, read_there, trains, judges = labels(Spark(), frames, 4, 8)
+    assert streamed == [[Counter(range(sum(one)))] * 2 for one in counts]
+    assert read_there == [Counter([*range(5), *range(200, 209), 300])] * 2
+    assert (trains, judges) == ([Counter([100, 102])] * 2, [Counter([101])] * 2)
 
 
-@pytest.mark.slow
-def test_ten_files_on_two_workers(spark: Any, tmp_path: Path) -> None:
-    counts = [5120, *[6144] * 8, 5728]
+def test_ten_files_on_two_workers_and_partitions_without_rows(spark: Any, tmp_path: Path) -> None:
+    counts = [512, *[614] * 8, 572]
     for i in range(10):
         table = spark.range(sum(counts[:i]), sum(counts[: i + 1]), 1, 1).selectExpr("id as row", "id / 2 as x")
         table.write.mode("append").parquet(str(tmp_path / "files"))
-    files = spark.read.parquet(str(tmp_path / "files"))
-    (epochs,) = labels(Spark(memory_mb=0), (framed(files),), 2)
-    assert epochs == [Counter(range(60_000))] * 2
+    frames = (framed(spark.read.parquet(str(tmp_path / "files"))), framed(numbered(spark, [0, 1, 0, 5, 0])))
+    many, few = labels(Spark(memory_mb=0), frames, 2)
+    assert many == [Counter(range(sum(counts)))] * 2
+    assert few == [Counter(range(6))] * 2
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -103,7 +103,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.slow
 def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spark: Any, tmp_path: Path) -> None:
     """The files of one host are one table in the order of their names: the same bits as from memory."""
     folder = tmp_path / "files"
@@ -129,22 +128,6 @@ def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spa
     assert torch.equal(ours.parameters, theirs.parameters)
 
 
-@pytest.mark.slow
-def test_files_and_streams_in_one_run(spark: Any, tmp_path: Path) -> None:
-    for i, many in enumerate([5, 0, 9, 1]):
-        file = examples(*({"x": [0.5], "row": [100 * i + n]} for n in range(many)))
-        (tmp_path / f"{i}.tfrecord").write_bytes(file)
-    frames = (framed(numbered(spark, [5, 2])), framed(tmp_path), framed(numbered(spark, [3])))
-    streamed, read_there, other = labels(Spark(), frames, 3)
-    assert streamed == [Counter(range(7))] * 2
-    assert read_there == [Counter([*range(5), *range(200, 209), 300])] * 2
-    assert other == [Counter(range(3))] * 2
-    (tmp_path / "9.tfrecord").write_bytes(b"no record at all")
-    with pytest.raises(BadInput, match=r"record 0 of .*9.tfrecord is damaged"):
-        labels(Spark(), (framed(tmp_path),), 2)
-
-
-@pytest.mark.slow
 def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
     numbered(spark, [3, 2]).write.parquet(str(tmp_path / "a b%"))
     table = spark.read.parquet(str(tmp_path / "a b%"))
@@ -155,26 +138,12 @@ def test_only_a_read_of_files_is_read_there(spark: Any, tmp_path: Path) -> None:
     assert of(table) == of(table.select("x", "row")) == of(table.alias("t")) == of(tmp_path / "a b%")
     table.write.csv(str(tmp_path / "csv"), header=True)
     as_csv = spark.read.csv(str(tmp_path / "csv"), header=True, inferSchema=True)
-    for changed in (
-        table.filter("x > 1"),
-        table.selectExpr("x * 2 as x", "row"),
-        table.limit(1),
-        table.union(table),
-        as_csv,
-    ):
+    twice = table.selectExpr("x * 2 as x", "row")
+    for changed in (table.filter("x > 1"), twice, table.limit(1), table.union(table), as_csv):
         with pytest.raises(BadInput, match="only reads Parquet files, and the plan of this one has '"):
             of(changed)
 
 
-@pytest.mark.slow
-def test_several_frames_of_one_run(spark: Any) -> None:
-    one, other = numbered(spark, [5, 2]), numbered(spark, [3]).selectExpr("row + 100 as row", "x", "row = 1 as judged")
-    trains, judges = split(other, framed, indicator="judged")
-    found = labels(Spark(), (trains, judges, framed(one)), 2)
-    assert found == [[Counter([100, 102])] * 2, [Counter([101])] * 2, [Counter(range(7))] * 2]
-
-
-@pytest.mark.slow
 def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
     frame = framed(numbered(spark, [50, 50]))
     values = Spark().launch(partial(read, (frame,), 10), LaunchSpec(workers=2, frames=(frame,), timeout_s=60))
@@ -188,8 +157,10 @@ def test_an_epoch_shuffles_across_partitions(spark: Any) -> None:
         assert worker[0] == [[int(x) for part in here.epoch(e) for x in part.batch[1]] for e in range(2)]
 
 
-@pytest.mark.slow
-def test_missing_values_are_named(spark: Any) -> None:
+def test_rows_that_cannot_be_read_are_named(spark: Any, tmp_path: Path) -> None:
     table = numbered(spark, [4]).selectExpr("row", "if(row = 2, null, x) as x")
     with pytest.raises(BadInput, match="column 'x' has missing values .1.: fill or drop them"):
         labels(Spark(), (framed(table),), 2)
+    (tmp_path / "9.tfrecord").write_bytes(examples({"x": [0.5], "row": [1]}) + b"no record at all")
+    with pytest.raises(BadInput, match=r"record 1 of .*9.tfrecord is damaged"):
+        labels(Spark(), (framed(tmp_path),), 2)

@@ -1,17 +1,22 @@
+"""Clusters and sessions without a cluster."""
+
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from refused_cases import all_refused
 
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.roles import Roles
 from manyhands.engines.spark import job, session
 from manyhands.engines.spark.engine import Spark
 from manyhands.engines.spark.job import why
-from manyhands.engines.spark.stage import check_versions
+from manyhands.engines.spark.stage import Busy, Neighbours, check_versions, process_space, wait_until_over
 from manyhands.errors import BadInput, Unsupported
 
 
@@ -43,68 +48,55 @@ class Session:
         return self.slots * (self.asked > 1)  # executors register late
 
 
-def test_dynamic_allocation_is_refused() -> None:
+def check(spark: Session, workers: int, *roles: Roles) -> None:
+    session.check(spark, workers, *roles)  # type: ignore[arg-type]
+
+
+def test_clusters_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic allocation; too few slots, though executors may register late; no executor at all."""
     with pytest.raises(Unsupported, match=r"set spark\.dynamicAllocation\.enabled=false"):
-        session.check(Session(8, spark__dynamicAllocation__enabled="true"), 2)  # type: ignore[arg-type]
-
-
-def test_executors_may_register_late() -> None:
+        check(Session(8, spark__dynamicAllocation__enabled="true"), 2)
     late = Session(4)
-    session.check(late, 4)  # type: ignore[arg-type]
+    check(late, 4)
     assert late.asked == 2
-
-
-def test_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_SLOTS_S", 0.3)
-    with pytest.raises(
-        BadInput, match=r"5 workers need 5 Spark task slots at once, and the cluster has 4: .*\(now 2\)"
-    ):
-        session.check(Session(4, spark__task__cpus="2"), 5)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,512]"])
-def test_a_master_on_this_host_is_known_to_have_too_few_at_once(master: str) -> None:
-    """Without waiting for executors; roles are called by their names."""
-    small = Session(2, spark__master=master)
-    with pytest.raises(BadInput, match="9 workers need 9 Spark task slots at once, and the cluster has 2"):
-        session.check(small, 9)  # type: ignore[arg-type]
-    roles = Roles(workers=4, others={"chief": 1, "ps": 1})
-    with pytest.raises(BadInput, match="1 chief, 4 worker and 1 ps need 6 Spark task slots"):
-        session.check(small, 6, roles)  # type: ignore[arg-type]
-    assert small.asked == 0
-
-
-def test_no_executor_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"5 workers need 5 Spark task slots at once, and the cluster has 4: .*\(now 2\)"
+    with pytest.raises(BadInput, match=words):
+        check(Session(4, spark__task__cpus="2"), 5)
     monkeypatch.setattr(session, "_FIRST_S", 0.3)
     with pytest.raises(BadInput, match=r"no executor started within 0 s: .*spark\.executor\.memory \(4g\)"):
-        session.check(Session(0, spark__executor__memory="4g"), 2)  # type: ignore[arg-type]
+        check(Session(0, spark__executor__memory="4g"), 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "slots"),
-    [
+def test_a_master_on_this_host_is_known_to_have_too_few_at_once() -> None:
+    """Without waiting for executors; roles are called by their names."""
+    for master in ("local[2]", "local-cluster[2,1,512]"):
+        small = Session(2, spark__master=master)
+        with pytest.raises(BadInput, match="9 workers need 9 Spark task slots at once, and the cluster has 2"):
+            check(small, 9)
+        with pytest.raises(BadInput, match="1 chief, 4 worker and 1 ps need 6 Spark task slots"):
+            check(small, 6, Roles(workers=4, others={"chief": 1, "ps": 1}))
+        assert small.asked == 0
+
+
+def test_a_client_of_spark_connect_goes_by_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And listens where it reaches its server."""
+    monkeypatch.setattr(session, "is_connect", lambda spark: True)
+    cases: list[tuple[dict[str, str], int | None]] = [
         ({"spark__master": "local[4]"}, 4),
         ({"spark__master": "local[4,2]", "spark__task__cpus": "3"}, 1),
         ({"spark__master": "local-cluster[2,3,512]", "spark__task__cpus": "2"}, 2),
         ({"spark__master": "yarn", "spark__executor__instances": "5", "spark__executor__cores": "4"}, 20),
         ({"spark__master": "yarn", "spark__executor__instances": "5"}, None),
         ({"spark__master": "spark://host:7077"}, None),
-    ],
-)
-def test_a_client_of_spark_connect_goes_by_the_settings(
-    settings: dict[str, str], slots: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "is_connect", lambda spark: True)
-    there = Session(**settings)  # type: ignore[arg-type]
-    session.check(there, slots or 1000)  # type: ignore[arg-type]
-    assert there.asked == 0
-    if slots is not None:
-        with pytest.raises(BadInput, match=f"and the cluster has {slots}:"):
-            session.check(there, slots + 1)  # type: ignore[arg-type]
-
-
-def test_a_client_of_spark_connect_listens_where_it_reaches_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "is_connect", lambda spark: True)
+    ]
+    for settings, slots in cases:
+        there = Session(**settings)  # type: ignore[arg-type]
+        check(there, slots or 1000)
+        assert there.asked == 0, settings
+        if slots is not None:
+            with pytest.raises(BadInput, match=f"and the cluster has {slots}:"):
+                check(there, slots + 1)
     there = Session()
     there.client = SimpleNamespace(host="127.0.0.7")  # type: ignore[attr-defined]
     assert session.addresses(there) == ("127.0.0.1", "127.0.0.1")  # type: ignore[arg-type]
@@ -146,33 +138,74 @@ def test_a_cancelled_job_that_was_still_planned_is_cancelled_again(monkeypatch: 
     assert not made._thread.is_alive()
 
 
-@pytest.mark.parametrize("memory", [-1, 1.5, True, "many"])
-def test_memory_is_a_number_of_megabytes(memory: Any) -> None:
-    with pytest.raises(BadInput, match="memory_mb must be a whole number of megabytes"):
-        Spark(memory_mb=memory)
-
-
-def test_nobody_waits_for_ever() -> None:
+def test_options_that_cannot_be() -> None:
+    words = "memory_mb must be a whole number of megabytes"
+    all_refused(lambda memory: Spark(memory_mb=memory), [(memory, words) for memory in (-1, 1.5, True, "many")])
     with pytest.raises(BadInput, match="wait_s must be a positive number"):
         Spark(wait_s=0)
 
 
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
+def test_what_spark_says_in_one_line() -> None:
+    aborted = "org.apache.spark.SparkException: Job aborted"
+    for output, expected in (
         (
             "java.lang.X: 1\n\tat a.B(C.scala)\nModuleNotFoundError: No module named 'manyhands'\n",
-            "have no manyhands|has no manyhands",
+            "ha(ve|s) no manyhands",
         ),
-        ("org.apache.spark.SparkException: Job aborted\n\tat a\nKeyError: 'the row'\n\tat b", "^KeyError: 'the row'$"),
-        (
-            "org.apache.spark.SparkException: Job aborted: ExecutorLostFailure (executor 1 exited) Reason: killed",
-            "ExecutorLostFailure",
-        ),
+        (f"{aborted}\n\tat a\nKeyError: 'the row'\n\tat b", "^KeyError: 'the row'$"),
+        (f"{aborted}: ExecutorLostFailure (executor 1 exited) Reason: killed", "ExecutorLostFailure"),
         ("", "^RuntimeError$"),
-    ],
-)
-def test_what_spark_says_in_one_line(output: str, expected: str) -> None:
-    import re
+    ):
+        assert re.search(expected, why(RuntimeError(output))), output
 
-    assert re.search(expected, why(RuntimeError(output)))
+
+ADDRESSES = ["10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.1:7002", "10.0.0.2:7001"]
+
+
+def test_a_machine_or_a_container_of_yarn_is_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTAINER_ID", raising=False)
+    found = Neighbours.of(ADDRESSES)
+    assert found.agents == [0, 1]
+    assert [found.here(i) for i in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    monkeypatch.setenv("CONTAINER_ID", "container_1")
+    found = Neighbours.of(ADDRESSES)
+    assert found.agents == [0, 1, 2]
+    assert found.here(3) == [1, 3]
+
+
+def test_containers_in_the_hosts_network_cannot_work_together() -> None:
+    found = Neighbours(("a", "b", "a"))
+    assert found.apart(["x", "y", "x"]) == ""
+    assert found.apart(["x", "y", "z"]).startswith("executors share the address a, and cannot see each other's process")
+    assert process_space() == process_space()
+
+
+def test_neighbours_wait_until_the_agent_lets_go() -> None:
+    busy, over = Busy(), threading.Event()
+
+    def neighbour() -> None:
+        wait_until_over(busy.place)
+        over.set()
+
+    place = busy.place
+    thread = threading.Thread(target=neighbour)
+    thread.start()
+    assert not over.wait(0.2)
+    busy.close()
+    thread.join(10)
+    assert over.is_set()
+    wait_until_over(place)  # nothing is there any more
+
+
+@pytest.mark.slow
+def test_neighbours_do_not_wait_for_a_dead_agent() -> None:
+    script = "from manyhands.engines.spark.stage import Busy\nbusy = Busy()\nprint(busy.place, flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        thread = threading.Thread(target=wait_until_over, args=(agent.stdout.readline().decode().strip(),))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        agent.kill()
+        thread.join(10)
+        assert not thread.is_alive()

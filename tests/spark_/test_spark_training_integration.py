@@ -18,6 +18,7 @@ from manyhands.errors import Unsupported
 from manyhands.tasks.digits_task import digits
 
 EPOCHS = 4
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("spark")]
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,6 @@ def solo() -> mh.Run:
     return mh.train(digits(epochs=EPOCHS), engine="local")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("spark")
 def test_allreduce_is_what_two_processes_compute_here(solo: mh.Run, tmp_path: Path) -> None:
     run = mh.train(digits(epochs=EPOCHS), engine="spark", workers=2, run_dir=tmp_path / "run")
     here = mh.train(digits(epochs=EPOCHS), engine="local", workers=2, threads_per_worker=1)
@@ -37,9 +36,7 @@ def test_allreduce_is_what_two_processes_compute_here(solo: mh.Run, tmp_path: Pa
     assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("strategy", ["local-sgd:period=4", "downpour", "update-sharing", "ensemble"])
+@pytest.mark.parametrize("strategy", ["update-sharing", "ensemble"])
 def test_strategies_reach_what_they_reach_locally(strategy: str, solo: mh.Run) -> None:
     run = mh.train(digits(epochs=EPOCHS), strategy=strategy, engine="spark", workers=2)
     assert run.metrics["test_accuracy"] >= solo.metrics["test_accuracy"] - 0.03
@@ -57,8 +54,6 @@ class Half(mh.Rule):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("spark")
 def test_a_server_rule_of_ones_own_reaches_the_executor_that_holds_the_shard(tmp_path: Path) -> None:
     """Its text travels; the same bits as here, where the file is read."""
     file = tmp_path / "half_of_the_spark_test.py"
@@ -69,13 +64,11 @@ def test_a_server_rule_of_ones_own_reaches_the_executor_that_holds_the_shard(tmp
     assert torch.equal(run.parameters, here.parameters)
 
 
-@pytest.mark.usefixtures("spark")
-def test_hogwild_needs_one_machine() -> None:
+def test_what_needs_another_engine(spark: Any) -> None:
     with pytest.raises(Unsupported, match="shares memory between the workers"):
         mh.train(digits(), strategy="hogwild", engine="spark", workers=2)
-
-
-def test_a_dataframe_needs_the_engine_that_brings_it(spark: Any) -> None:
+    with pytest.raises(Unsupported, match="max_restarts alone"):
+        mh.train(digits(), engine="spark", workers=2, survive="max_losses=1")
     table = spark.range(4).selectExpr("id as x", "id as y")
     with pytest.raises(Unsupported, match=r"engine local cannot read a Spark DataFrame: give engine='spark'"):
         mh.train(digits(train_data=mh.spark.frame(table, features="x", label="y")), engine="local")
@@ -98,8 +91,6 @@ class KilledOnce:
         return torch.nn.functional.cross_entropy(model(inputs), targets)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("spark")
 def test_a_run_whose_stage_failed_starts_again(tmp_path: Path) -> None:
     """A barrier stage lives and dies as one: another one goes on from the newest checkpoint."""
     given = {"workers": 2, "run_dir": tmp_path / "run", "survive": "max_restarts=1"}
@@ -114,5 +105,3 @@ def test_a_run_whose_stage_failed_starts_again(tmp_path: Path) -> None:
     assert torch.equal(run.parameters, here.parameters)
     assert [one["step"] for one in run.restarts] == [41]
     assert run.rows["total"] == here.rows["total"]
-    with pytest.raises(Unsupported, match="max_restarts alone"):
-        mh.train(digits(), engine="spark", workers=2, survive="max_losses=1")

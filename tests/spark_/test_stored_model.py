@@ -1,16 +1,24 @@
+"""Stored models: what comes back, what is refused; cut, edited or written by somebody else they give the module that the caller
+named, or BadInput."""
+
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refused_cases import all_refused
 from spark_models import Classes, line
 from torch import nn
 
 import manyhands as mh
+from fuzzing import Damage, bounded, json_bytes, survive, writes_only_in
 from manyhands.errors import BadInput
 from manyhands.spark import stored_model
 from manyhands.spark.stored_model import load, recipe_of, save
@@ -29,24 +37,24 @@ def test_a_model_comes_back_with_its_buffers(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["model.json", "model.safetensors"]
 
 
-def test_a_uri_is_a_path_too(tmp_path: Path) -> None:
-    save(f"file://{tmp_path}/m", line, line())
-    assert torch.equal(load(f"file://{tmp_path}/m")[1].weight, load(str(tmp_path / "m"))[1].weight)  # type: ignore[arg-type]
-
-
-def test_a_folder_elsewhere() -> None:
+def test_a_uri_is_a_path_too_also_of_a_folder_elsewhere(tmp_path: Path) -> None:
     model = line()
-    save("memory://models/m", line, model)
-    assert torch.equal(load("memory://models/m")[1].weight, model.weight)  # type: ignore[arg-type]
+    for uri in (f"file://{tmp_path}/m", "memory://models/m"):
+        save(uri, line, model)
+        assert torch.equal(load(uri)[1].weight, model.weight)  # type: ignore[arg-type]
+    assert torch.equal(load(str(tmp_path / "m"))[1].weight, model.weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), partial(lambda: nn.Linear(1, 1))])
-def test_what_nobody_can_import(make: object) -> None:
-    with pytest.raises(BadInput, match="another process cannot import"):
-        recipe_of(make)  # type: ignore[arg-type]
+def test_what_has_no_recipe() -> None:
+    """What nobody can import, and arguments that JSON does not hold."""
+    for make in (lambda: nn.Linear(1, 1), partial(lambda: nn.Linear(1, 1))):
+        with pytest.raises(BadInput, match="another process cannot import"):
+            recipe_of(make)
+    with pytest.raises(BadInput, match=r"spark_models\.Classes was given arguments that JSON does not hold"):
+        recipe_of(partial(Classes, torch.ones(1)))  # type: ignore[arg-type]
 
 
-HOSTILE = {
+HOSTILE: dict[str, dict[str, Any]] = {
     "os.system": {"module": "os", "name": "system", "args": ["touch {}"]},
     "torch.fx": {"module": "torch.fx._symbolic_trace", "name": "symbolic_trace", "args": ["touch {}"]},
     "a module that is imported": {"module": "planted", "name": "Net", "args": []},
@@ -55,23 +63,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
-@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
-def test_a_file_names_no_code(
-    hostile: dict[str, Any], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_names_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack: any importable function that says `-> nn.Module` was called with the file's arguments."""
     planted = f"import torch, pathlib\npathlib.Path({str(tmp_path / 'called')!r}).touch()\nNet = torch.nn.Identity\n"
     (tmp_path / "planted.py").write_text(planted)
     monkeypatch.syspath_prepend(str(tmp_path))
     save(str(tmp_path / "m"), line, line())
     recipe = tmp_path / "m" / "model.json"
-    args = [text.format(tmp_path / "called") for text in hostile["args"]]
-    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | hostile | {"args": args}))
-    with pytest.raises(
-        BadInput, match="as its model; got spark_models.line" if named else "does not import code that a file names"
-    ):
-        load(str(tmp_path / "m"), line if named else None)
+    whole = json.loads(recipe.read_text())
+
+    def load_with(case: tuple[str, Any]) -> Any:
+        name, named = case
+        args = [text.format(tmp_path / "called") for text in HOSTILE[name]["args"]]
+        recipe.write_text(json.dumps(whole | HOSTILE[name] | {"args": args}))
+        return load(str(tmp_path / "m"), named)
+
+    all_refused(load_with, [((name, None), "does not import code that a file names") for name in HOSTILE])
+    all_refused(load_with, [((name, line), "as its model; got spark_models.line") for name in HOSTILE])
     assert not (tmp_path / "called").exists()
 
 
@@ -101,35 +109,88 @@ def test_an_estimators_model_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load(str(tmp_path / "m"))[0] is line
 
 
-@pytest.mark.parametrize("field", ["module", "args", "keywords", "members"])
-def test_a_recipe_that_is_none(field: str, tmp_path: Path) -> None:
+def test_files_that_are_no_recipe_of_this_model(tmp_path: Path) -> None:
     save(str(tmp_path / "m"), line, line())
     recipe = tmp_path / "m" / "model.json"
-    found = json.loads(recipe.read_text())
-    recipe.write_text(json.dumps(found | {field: None}))
-    with pytest.raises(BadInput, match=f"is damaged: {field}"):
-        load(str(tmp_path / "m"))
-    recipe.write_text(json.dumps(found | {"members": 10**9}))
-    with pytest.raises(BadInput, match="names: 1000000000, tensors"):
-        load(str(tmp_path / "m"))
-    recipe.write_text("[]")
-    with pytest.raises(BadInput, match="has format None"):
-        load(str(tmp_path / "m"))
+    whole = json.loads(recipe.read_text())
 
+    def load_with(text: str) -> Any:
+        recipe.write_text(text)
+        return load(str(tmp_path / "m"))
 
-def test_arguments_that_json_does_not_hold() -> None:
-    with pytest.raises(BadInput, match=r"spark_models\.Classes was given arguments that JSON does not hold"):
-        recipe_of(partial(Classes, torch.ones(1)))  # type: ignore[arg-type]
-
-
-def test_another_model_under_the_name(tmp_path: Path) -> None:
+    damaged = [(json.dumps(whole | {field: None}), f"is damaged: {field}") for field in ("module", "args", "keywords")]
+    others = [
+        (json.dumps(whole | {"members": None}), "is damaged: members"),
+        (json.dumps(whole | {"members": 10**9}), "names: 1000000000, tensors"),
+        ("[]", "has format None"),
+        ('{"format": 9}', "has format 9, and this version of manyhands reads format 1"),
+    ]
+    all_refused(load_with, [*damaged, *others])
     save(str(tmp_path / "m"), line, Classes(2))
     with pytest.raises(BadInput, match="was saved from another model"):
         load(str(tmp_path / "m"))
 
 
-def test_another_format(tmp_path: Path) -> None:
-    save(str(tmp_path / "m"), line, line())
-    (tmp_path / "m" / "model.json").write_text('{"format": 9}')
-    with pytest.raises(BadInput, match="has format 9, and this version of manyhands reads format 1"):
-        load(str(tmp_path / "m"))
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # a model of the arguments in a damaged file
+def test_folders(inputs: int, tmp_path: Path) -> None:
+    damage, folder = Damage(1), tmp_path / "beside" / "model"
+    make = partial(Classes, 3)
+    stored_model.save(str(folder), make, make())
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def take(change: tuple[Path, bytes]) -> None:
+        path, data = change
+        path.write_bytes(data)
+        try:
+            _, model = stored_model.load(str(folder), Classes)
+            assert isinstance(model, nn.Module)
+        finally:
+            path.write_bytes(files[path])
+
+    def drawn() -> Iterator[tuple[Path, bytes]]:
+        for _ in range(inputs // 20):
+            path = damage.choice(list(files))
+            if path.suffix == ".json" and damage.random() < 0.7:
+                yield path, json_bytes(damage.of_json(json.loads(files[path])))
+            else:
+                yield path, damage.of_bytes(files[path])
+
+    with bounded(256), writes_only_in(folder):
+        taken, refused = survive(take, drawn(), BadInput)
+    assert taken
+    assert refused
+
+
+def test_keras_archives(keras: Any, inputs: int, tmp_path: Path) -> None:
+    """Its parts are damaged before they are packed, too: no checksum of the archive tells then."""
+    from manyhands.keras.module import KerasModule
+    from manyhands.spark.keras_models import from_bytes, to_bytes
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
+    model.compile("adam", "mse")
+    whole = to_bytes(KerasModule(model))
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    damage = Damage(2)
+
+    def drawn() -> Iterator[bytes]:
+        for _ in range(inputs // 100):
+            if damage.random() < 0.3:
+                yield damage.of_bytes(whole)
+                continue
+            changed = damage.choice(list(parts))
+            packed = io.BytesIO()
+            with zipfile.ZipFile(packed, "w") as archive:
+                for name, data in parts.items():
+                    own = (
+                        json_bytes(damage.of_json(json.loads(data)))
+                        if name.endswith(".json")
+                        else damage.of_bytes(data)
+                    )
+                    archive.writestr(name, own if name == changed else data)
+            yield packed.getvalue()
+
+    with bounded(512), writes_only_in(tmp_path / "none"):
+        taken, refused = survive(lambda data: from_bytes(data, "it", keras.Sequential), drawn(), BadInput)
+    assert taken
+    assert refused

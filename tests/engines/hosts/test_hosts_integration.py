@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver_script import Script, wait_until
 from joined_run import Joiner, Run, joined_by, no_process_is_left, one_leaves
+from whole_program import Listening, check_everything, everything
 
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts import roster
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.secret import Secret
 from manyhands.errors import WorkerFailed
-from manyhands.events import Event
 from manyhands.server.base import ServerSpec
-from manyhands.testing.engine_suite import GROUP_CHECKS
-from manyhands.testing.group_suite import GROUP_SUITE
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
@@ -30,64 +27,10 @@ from manyhands.transport.listener import connect
 pytestmark = pytest.mark.slow
 
 
-class Listening(Observer):
-    """Answers questions, and asks for a stop when every worker is ready for it."""
-
-    def __init__(self, workers: int) -> None:
-        self.events: list[Event] = []
-        self._workers = workers
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def answer(self, event: Event) -> dict[str, Any]:
-        return {"heard": event.values["what"]}
-
-    def stopping(self) -> str:
-        return "enough" if sum(event.type == "ready" for event in self.events) == self._workers else ""
-
-
-def everything(worker: Any) -> dict[str, Any]:
-    """What a program may do with its worker: collectives, groups of some, a server, events, questions, the stop."""
-    rank, everybody = worker.rank, range(worker.size)
-    for ranks in (everybody, everybody[rank % 2 :: 2], everybody[:-1] if rank < worker.size - 1 else everybody[-1:]):
-        group = worker.make_group(ranks)
-        for check in GROUP_CHECKS:
-            GROUP_SUITE[check](group)
-        group.close()
-    vector = worker.group.allocate(1000, torch.float64)
-    vector.fill_(rank + 1.0)
-    total = worker.group.mean_(vector, weight=rank + 1.0, bits=1 << rank)
-    center, server = torch.zeros(1000), worker.server
-    server.initialize(center)
-    server.activate()
-    server.pull(center)
-    server.push(torch.full_like(center, rank + 1.0))  # each in its own time
-    server.tick()
-    server.deactivate()
-    worker.group.barrier()
-    server.center(center)
-    worker.group.barrier()
-    server.close()
-    heard = worker.ask("question", what=rank)["heard"]
-    before = worker.driver.should_stop()
-    worker.group.barrier()
-    worker.emit("ready")
-    wait_until(worker.driver.should_stop)
-    return {
-        "rank": (rank, worker.local_rank, worker.size),
-        "mean": vector[:2].clone(),
-        "total": (total.weight, total.bits),
-        "all": worker.group.all_gather_json(rank),
-        "center": [center[0].item(), center[-1].item()],
-        "heard": heard,
-        "stop": (before, worker.driver.should_stop()),
-    }
-
-
 @dataclass
 class Ran:
     run: Run
+    listening: Listening
     values: list[dict[str, Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
@@ -108,28 +51,20 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
             ran.reasons.append(str(refused.value))
         return joined_by(2)(address)
 
-    ran = Ran(Run(Hosts(local_workers=2), begin))
+    ran = Ran(Run(Hosts(local_workers=2), begin), Listening(4))
     with no_process_is_left(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANYHANDS_CREDENTIALS", str(path))
         server = {"server": ServerSpec(rule="add"), "servers": 2}
-        ran.values = ran.run.launch(everything, LaunchSpec(workers=4, timeout_s=30, observer=Listening(4), **server))
+        spec = LaunchSpec(workers=4, timeout_s=30, threads_per_worker=1, observer=ran.listening, **server)
+        ran.values = ran.run.launch(everything, spec)
     return ran
 
 
-def test_two_workers_here_and_two_that_join_work_as_one_group(ran: Ran) -> None:
-    assert [value["rank"] for value in ran.values] == [(0, 0, 4), (1, 1, 4), (2, 0, 4), (3, 1, 4)]
-    for value in ran.values:
-        assert torch.allclose(value["mean"], torch.full((2,), 3.0, dtype=torch.float64))
-        assert value["total"] == (10.0, 0b1111)
-        assert value["all"] == [0, 1, 2, 3]
+def test_two_workers_here_and_two_that_join_work_as_one_group_with_a_server(ran: Ran) -> None:
+    assert [value["place"] for value in ran.values] == [(0, 0, 4, 1), (1, 1, 4, 1), (2, 0, 4, 1), (3, 1, 4, 1)]
+    check_everything(ran.values, ran.listening)
     assert [joiner.error for joiner in ran.run.joined] == [None]
     assert ran.run.output[-1].startswith("workers that are here: 4 of 4")
-
-
-def test_workers_of_both_hosts_reach_every_shard_and_the_driver(ran: Ran) -> None:
-    assert [value["center"] for value in ran.values] == [[10.0, 10.0]] * 4
-    assert [value["heard"] for value in ran.values] == [0, 1, 2, 3]
-    assert [value["stop"] for value in ran.values] == [("", "enough")] * 4
 
 
 def test_unauthenticated_peers_at_the_door_are_refused_and_the_run_goes_on(ran: Ran) -> None:

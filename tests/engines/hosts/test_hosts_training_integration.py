@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +25,6 @@ from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
 from manyhands.events import Event
-from manyhands.kernels.factors import Factors
 from manyhands.own_loop.launch import launch
 from preempting import Preempting
 
@@ -113,40 +111,6 @@ def test_a_primary_is_killed_while_a_worker_of_another_host_pushes(monkeypatch: 
     assert result.rows == wanted.rows
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
-def ratings(n: int = 2000) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    users, items = random.integers(0, 50, n), random.integers(0, 40, n)
-    return {"users": users, "items": items, "ratings": random.normal(size=n) + users % 3}
-
-
-def factors() -> mh.Task:
-    return mh.Task(
-        kernel=Factors(users=50, items=40, rank=4),
-        rate=0.1,
-        train_data=ratings(),
-        validation_data=ratings(300),
-        batch_size=200,
-        epochs=3,
-    )
-
-
-def test_a_kernel_in_step_over_two_hosts_has_the_bits_of_one() -> None:
-    here = mh.train(factors(), engine="local", strategy="rotate:blocks=4", workers=2)
-    there = train(factors(), "rotate:blocks=4")
-    theirs = there.model.tables()
-    assert all(np.array_equal(table, theirs[name]) for name, table in here.model.tables().items())
-    assert here.metrics == there.metrics
-
-
-def test_a_kernel_at_its_own_pace_over_two_hosts_can_be_replayed(tmp_path: Path) -> None:
-    run = train(factors(), "downpour", run_dir=tmp_path / "run")
-    assert run.rows["total"] == 6000
-    assert mh.replay(tmp_path / "run", task=factors()).identical
-
-
 # -- loops of one's own, predictions, and shards of data ---------------------------------------------------------------
 
 RULE = f"{Path(__file__).parents[2] / 'server/rules/own_rule.py'}:Half"
@@ -169,10 +133,14 @@ def own_loop() -> tuple[list[int], Tensor]:
     return rows, plain.flat(model)
 
 
-@pytest.mark.parametrize("strategy", ["easgd:bound=0,period=2", f"downpour:rule={RULE}"])
-def test_a_server_and_leases_across_hosts(strategy: str) -> None:
+def test_a_loop_of_ones_own_has_a_server_and_leases_across_hosts() -> None:
     run = Run(Hosts(local_workers=1), joined_by(1))
-    options: dict[str, Any] = {"strategy": strategy, "servers": 2, "engine": run.engine, "timeout_s": 30.0}
+    options: dict[str, Any] = {
+        "strategy": f"downpour:rule={RULE}",
+        "servers": 2,
+        "engine": run.engine,
+        "timeout_s": 30.0,
+    }
     found = run.during(lambda: launch(own_loop, workers=2, **options))
     assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
     assert torch.equal(found[0][1], found[1][1])

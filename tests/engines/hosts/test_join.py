@@ -1,31 +1,36 @@
-"""The agent of a joined host, with a test in the driver's place and processes that only take notes."""
+"""A joined host: the driver's view of it at one end of the line, its agent at the other, and processes that only take notes;
+or a test at either end, for what neither of them would say."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from driver_script import wait_until
 from refused_cases import all_refused
 
 from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.join import Agent, Join, join
-from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
+from manyhands.engines.hosts.message_channel import MessageChannel
+from manyhands.engines.hosts.processes import RemoteProcesses
 from manyhands.engines.hosts.secret import Secret
-from manyhands.errors import BadInput, ManyhandsError, Preempted
+from manyhands.engines.local.serialization import deserialize, serialize
+from manyhands.errors import BadInput, ManyhandsError, Preempted, WorkerFailed
 from manyhands.transport.channel import Channel
 
 Body = dict[str, Any]
 SECRET = Secret(token=b"t" * 32)
+STARTED = {"type": "started"}
 
 
-class NotesCrew:
-    """Instead of a LocalCrew: says what the test lays into `says`, and writes down what it is told."""
+class Crew:
+    """Instead of LocalProcesses: says what the test lays into `says`, and writes down what it is told."""
 
     def __init__(self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: Body) -> None:
         self.process_indices, self.host, self.network = process_indices, host, network
@@ -35,7 +40,7 @@ class NotesCrew:
         self.read, self.write = os.pipe()
 
     def start(self, shared: Body, program: int) -> None:
-        self.shared, self.program = shared, os.pread(program, 1000, 0)
+        self.shared, self.program = shared, deserialize(program, mapped=True)
 
     def filenos(self) -> list[int]:
         return [self.read]
@@ -73,17 +78,41 @@ class NotesCrew:
         self.notes.append(("end", grace_s))
 
 
-class Driver:
-    """The other end: `post` is the driver's."""
+class Line:
+    """The driver's view of workers 2 and 3 on beta; `far` is the other end of its channel."""
 
     def __init__(self) -> None:
-        here, there = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
+        here, self.far = (Channel(sock, peer="the driver", timeout_s=5.0) for sock in socket.socketpair())
         self.post = MessageChannel(here)
+        self.driver = RemoteProcesses(self.post, "beta")
+        self.driver.assign([2, 3], "beta", {"hosts": [[0, 1], [2, 3]], "names": ["alpha", "beta"]})
+
+    def start(self, **shared: Any) -> None:
+        program = serialize({"data": torch.arange(50_000)}, "the program")
+        own = {"path": ["/here"], "folder": "/here", "environment": {"HOME": "/root"}}
+        self.driver.start({"size": 4, "timeout_s": 9.0, "threads": None, **own, **shared}, program)
+        os.close(program)
+
+    def received(self, count: int) -> list[tuple[int, Body]]:
+        came: list[tuple[int, Body]] = []
+        for _ in range(500):
+            came += self.driver.receive()
+            if len(came) >= count:
+                break
+            threading.Event().wait(0.01)
+        return came
+
+
+class Joined(Line):
+    """With an agent at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.output: list[str] = []
+        self.error: BaseException | None = None
         offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
         self.agent = Agent(offer, SECRET, None, self.output.append)  # type: ignore[arg-type]
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._serve, args=(MessageChannel(there, self.agent.memory_for),))
+        self.thread = threading.Thread(target=self._serve, args=(MessageChannel(self.far, self.agent.memory_for),))
         self.thread.start()
 
     def _serve(self, post: MessageChannel) -> None:
@@ -92,173 +121,295 @@ class Driver:
         except ManyhandsError as error:
             self.error = error
 
-    def launch(self, **variables: str) -> NotesCrew:
-        shared = {
-            "size": 4,
-            "process_indices": [2, 3],
-            "timeout_s": 9.0,
-            "network": {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]},
-            "threads": None,
-        }
-        variables = {"MANYHANDS_STRATEGY": "easgd", **variables}
-        body = {"type": "launch", "host": "b", "shared": shared, "variables": variables, "silence_s": 5.0}
-        self.post.send(body, [torch.frombuffer(bytearray(b"program"), dtype=torch.uint8)])
-        self.post.send({"type": "stacks"})
-        assert self.message().body == {"type": "stacks", "stacks": {"2": "stack"}, "where": {"2": ["validation", 7]}}
+    def launch(self, **shared: Any) -> Crew:
+        self.start(**shared)
+        assert self.driver.stacks() == {2: "stack", 3: ""}
+        assert self.driver.where() == {2: ("validation", 7)}
         crew = self.agent._processes
-        assert isinstance(crew, NotesCrew)
+        assert isinstance(crew, Crew)
         return crew
 
-    def message(self) -> HostMessage:
-        (message,) = self.post.wait(5.0)
-        return message
-
-    def end(self, error: str | None = "", **more: Any) -> None:
-        if error is not None:
-            self.post.send({"type": "over", "error": error, "preempted": False, **more})
+    def ended(self) -> str:
+        """The agent's error."""
         self.thread.join(5)
         assert not self.thread.is_alive()
-        self.post.close()
+        return str(self.error or "")
+
+
+Joining = Callable[[], Joined]
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    monkeypatch.setattr(join_module, "LocalProcesses", NotesCrew)
-    made = Driver()
+def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
+    monkeypatch.setattr(join_module, "LocalProcesses", Crew)
+    made: list[Joined] = []
+
+    def join() -> Joined:
+        made.append(Joined())
+        return made[-1]
+
+    yield join
+    for one in made:
+        one.post.close()
+        one.thread.join(5)
+
+
+@pytest.fixture
+def joined(joining: Joining) -> Joined:
+    return joining()
+
+
+class WithAgent(Line):
+    """A test in the agent's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent = MessageChannel(self.far)
+
+    def bodies(self, count: int = 1) -> list[Body]:
+        found: list[Body] = []
+        while len(found) < count:
+            found += [message.body for message in self.agent.wait(5.0)]
+        return found
+
+    def says(self, process_index: int, body: Any, tensors: list[torch.Tensor] | None = None) -> None:
+        self.agent.send({"type": "from_process", "process_index": process_index, "body": body}, tensors or [])
+
+
+@pytest.fixture
+def line() -> Iterator[WithAgent]:
+    made = WithAgent()
     yield made
-    made.post.close()
-    made.thread.join(5)
+    made.driver.leave("")
+    made.agent.close()
 
 
-def test_this_hosts_own_place_and_the_drivers_program(driver: Driver) -> None:
-    crew = driver.launch()
-    assert (crew.process_indices, crew.host, crew.program) == ([2, 3], "b", b"program")
+# -- both ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_arrives_and_a_host_has_a_place_of_its_own(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = joined.launch()
+    assert (crew.process_indices, crew.host) == ([2, 3], "beta")
+    assert torch.equal(crew.program["data"], torch.arange(50_000))
     assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
-    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_STRATEGY": "easgd"}
+    assert crew.shared["environment"] == dict(os.environ)
     assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
     assert crew.network["hosts"] == [[0, 1], [2, 3]]
     assert crew.network["listen"] == "10.0.0.2"
     assert Secret.from_json(crew.network["secret"]) == SECRET
-    driver.end()
-    assert driver.error is None
+    joined.driver.leave("")
+    assert joined.ended() == ""
     assert crew.notes == [("end", 0.0)]
-    assert driver.output[-1] == "the run is done"
+    assert joined.output[-1] == "the run is done"
 
 
-@pytest.mark.parametrize(("own", "workers"), [("/here", "/here"), (None, "/drivers")])
-def test_a_cache_folder_of_this_hosts_own_is_kept(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, own: str | None, workers: str
-) -> None:
-    monkeypatch.delenv("MANYHANDS_CACHE", raising=False)
-    if own is not None:
-        monkeypatch.setenv("MANYHANDS_CACHE", own)
-    crew = driver.launch(MANYHANDS_CACHE="/drivers")
-    assert crew.shared["environment"]["MANYHANDS_CACHE"] == workers
-    driver.end()
+def test_orders_and_what_processes_say_go_both_ways(joined: Joined) -> None:
+    """Also of a worker that is started later. Values and rows come with their tensors; each host's end is awaited."""
+    crew, driver = joined.launch(), joined.driver
+    driver.send(3, {"type": "answer", "value": 1})
+    driver.signal(15)
+    driver.signal(19, [3])
+    driver.start_worker(5, "kill=5@step:5")
+    driver.form(1, [(0,), (2, 5)], ["alpha", "beta"])
+    beat = {"type": "beat", "phase": "compute", "step": 7, "idle_s": 0.0, "events": []}
+    rows = {"type": "rows", "number": 4, "part": 0, "last": True, "parts": 0, "rows": 3}
+    said: list[tuple[int, Body]] = [
+        (2, beat),
+        (2, {"type": "value", "value": {"a": torch.ones(2)}}),
+        (2, {**rows, "data": bytearray(b"bytes")}),
+        (2, {**rows, "data": bytearray(b"")}),
+        (2, {"type": "exited", "status": 0, "phase": None, "step": None, "detail": ""}),
+    ]
+    for process_index, body in said:
+        crew.say(process_index, body)
+    came = joined.received(5)
+    assert came[0] == (2, beat)
+    assert torch.equal(came[1][1]["value"]["a"], torch.ones(2))
+    assert [bytes(body.pop("data")) for _, body in came[2:4]] == [b"bytes", b""]
+    assert came[2:4] == [(2, rows)] * 2
+    assert came[4][1]["type"] == "exited"
+    driver.end(0.5)
+    driver.end(0.5)  # idempotent
+    told = [(3, {"type": "answer", "value": 1}), 15, (19, [3]), (5, "kill=5@step:5")]
+    assert crew.notes == [*told, (1, [[0], [2, 5]], ["alpha", "beta"]), ("end", 0.5)]
+    driver.leave("")
+    assert joined.ended() == ""
 
 
-def test_messages_both_ways(driver: Driver) -> None:
-    """Among them, that a worker is started later, and that it is in a group."""
-    crew = driver.launch()
-    driver.post.send({"type": "to_process", "process_index": 3, "body": {"type": "answer", "value": 1}})
-    driver.post.send({"type": "signal", "number": 15})
-    driver.post.send({"type": "signal_to", "number": 19, "process_indices": [3]})
-    driver.post.send({"type": "start_worker", "worker_id": 5, "faults": ""})
-    driver.post.send({"type": "form", "generation": 1, "hosts": [[0], [2, 5]], "names": ["a", "b"]})
-    crew.say(2, {"type": "started"})
-    assert driver.message().body == {"type": "from_process", "process_index": 2, "body": {"type": "started"}}
-    driver.post.send({"type": "end", "grace_s": 0.5})
-    assert driver.message().body == {"type": "idle"}
-    told = [(3, {"type": "answer", "value": 1}), 15, (19, [3]), (5, ""), (1, [[0], [2, 5]], ["a", "b"]), ("end", 0.5)]
-    assert crew.notes == told
-    driver.end()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "names"), [([[0], [2, 7]], ["a", "b"]), ([[0], [2]], ["a"]), ([[2], [2]], ["b", "a"])]
-)
-def test_a_group_that_cannot_be_ends_this_hosts_workers(hosts: Any, names: Any, driver: Driver) -> None:
-    driver.launch()
-    driver.post.send({"type": "form", "generation": 1, "hosts": hosts, "names": names})
-    driver.end(None)
-    assert "use the same version of manyhands on all hosts" in str(driver.error)
-
-
-def test_values_leave_as_json_and_tensors(driver: Driver) -> None:
-    crew = driver.launch()
-    crew.say(2, {"type": "value", "value": {"a": torch.ones(2)}})
-    message = driver.message()
-    assert message.body["body"] == {"type": "value", "value": {"dict": {"a": {"tensor": 0}}}}
-    assert torch.equal(message.tensors[0], torch.ones(2))
+def test_errors_of_workers_and_of_what_starts_them(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that does not travel, or of too many bytes, is the worker's; a module that is not here is explained."""
+    crew = joined.launch()
     crew.say(3, {"type": "value", "value": {1}})
-    body = driver.message().body["body"]
+    ((_, body),) = joined.received(1)
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
     assert "returned is a set, and workers on another host cannot return that" in body["message"]
-    driver.end("it failed")
-    assert "failed: it failed" in str(driver.error)
-
-
-def test_rows_leave_as_a_header_and_bytes(driver: Driver) -> None:
-    crew = driver.launch()
-    for data in (b"bytes", b""):
-        crew.say(2, {"type": "rows", "number": 7, "rows": 3, "data": bytearray(data)})
-        message = driver.message()
-        assert message.body["body"] == {"type": "rows", "number": 7, "rows": 3}
-        assert message.tensors[0].numpy().tobytes() == data
-    driver.end()
-
-
-def test_errors_of_workers_and_of_what_starts_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of too many bytes is the worker's; a module that is not here is explained; a dead fork server is told."""
-    crew = driver.launch()
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)
     crew.say(2, {"type": "value", "value": torch.ones(1000)})
-    body = driver.message().body["body"]
+    ((_, body),) = joined.received(1)
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 2)
-    missing = {"type": "error", "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
+    missing = {**body, "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
     crew.say(2, missing)
-    message = driver.message().body["body"]["message"]
-    assert message.startswith("No module named 'mine' (this host needs it too")
-    crew.error = ManyhandsError("it was killed")
-    assert driver.message().body == {"type": "failed", "message": "it was killed"}
-    driver.end("it was killed")
+    ((_, body),) = joined.received(1)
+    assert body["message"].startswith("No module named 'mine' (this host needs it too")
+    crew.error = ManyhandsError("the fork server was killed")
+    with pytest.raises(WorkerFailed, match="the fork server was killed") as failed:
+        joined.received(1)
+    assert failed.value.host == "beta"
+    joined.driver.leave("it failed")
+    assert "failed: it failed" in joined.ended()
 
 
-def test_a_driver_that_is_gone_ends_this_hosts_workers(driver: Driver) -> None:
-    crew = driver.launch()
-    driver.post.close()
-    driver.end(None)
-    assert "is gone" in str(driver.error)
+def test_a_driver_that_is_gone_ends_this_hosts_workers(joining: Joining) -> None:
+    joined = joining()
+    crew = joined.launch()
+    joined.post.close()
+    assert "is gone" in joined.ended()
     assert crew.notes == [("end", 0.0)]
+    early = joining()
+    early.post.close()
+    assert "left before the run began" in early.ended()
 
 
-def test_a_driver_that_leaves_before_the_run(driver: Driver) -> None:
-    driver.post.close()
-    driver.end(None)
-    assert "left before the run began" in str(driver.error)
+def test_whoever_is_asked_to_end_ends_with_75(joining: Joining) -> None:
+    """This host, before the run and in it; or another one of the run."""
+    early, here = joining(), joining()
+    early.agent._ask_to_end("preempted")
+    early.ended()
+    here.launch()
+    assert not here.driver.preempted
+    here.agent._ask_to_end("preempted")
+    wait_until(lambda: here.received(0) == [] and here.driver.preempted)
+    here.driver.leave("")
+    here.ended()
+    asked = [early, here]
+    for error in ("", "asked to stop (preempted) while waiting for the other hosts"):
+        asked.append(joining())
+        asked[-1].launch()
+        asked[-1].driver.leave(error, preempted=True)
+        assert error in asked[-1].ended()
+    for joined in asked:
+        assert isinstance(joined.error, Preempted)
+        assert joined.error.exit_code == 75
 
 
-def test_asked_to_end_before_the_run(driver: Driver) -> None:
-    driver.agent._ask_to_end("preempted")
-    driver.end(None)
-    assert isinstance(driver.error, Preempted)
+def test_a_group_that_cannot_be_ends_this_hosts_workers(joining: Joining) -> None:
+    for hosts, names in (([[0], [2, 7]], ["a", "beta"]), ([[0], [2]], ["a"]), ([[2], [2]], ["beta", "a"])):
+        joined = joining()
+        joined.launch()
+        joined.driver.form(1, hosts, names)
+        assert "use the same version of manyhands on all hosts" in joined.ended(), (hosts, names)
 
 
-def test_asked_to_end_in_the_run(driver: Driver) -> None:
-    driver.launch()
-    driver.agent._ask_to_end("preempted")
-    assert driver.message().body == {"type": "preempted"}
-    driver.end()
-    assert isinstance(driver.error, Preempted)
+# -- a test in the agent's place ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", ["", "asked to stop (preempted) while waiting for the other hosts"])
-def test_a_run_that_was_asked_to_end_elsewhere_ends_here_with_75(driver: Driver, error: str) -> None:
-    driver.launch()
-    driver.end(error, preempted=True)
-    assert isinstance(driver.error, Preempted)
-    assert driver.error.exit_code == 75
-    assert error in str(driver.error)
+def test_the_drivers_own_places_do_not_travel(line: WithAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_STRATEGY", "local-sgd")
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", "/secret")
+    line.start()
+    (body,) = line.bodies()
+    places = {"process_indices": [2, 3], "network": line.driver.network}
+    assert body["shared"] == {"size": 4, "timeout_s": 9.0, "threads": None, **places}
+    assert body["variables"]["MANYHANDS_STRATEGY"] == "local-sgd"
+    assert "MANYHANDS_CREDENTIALS" not in body["variables"]
+
+
+def test_a_cache_folder_of_a_hosts_own_is_kept(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's is for hosts that have none."""
+    variables = {"MANYHANDS_CACHE": "/drivers", "MANYHANDS_STRATEGY": "easgd"}
+    launch = {"type": "launch", "host": "beta", "silence_s": 5.0, "variables": variables}
+    network = {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]}
+    shared = {"size": 4, "process_indices": [2, 3], "timeout_s": 9.0, "network": network, "threads": None}
+    monkeypatch.setenv("MANYHANDS_CACHE", "/here")
+    program = serialize(1, "the program")
+    with open(program, "rb") as file:
+        joined.post.send({**launch, "shared": shared}, [torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)])
+    joined.driver.stacks()
+    crew = joined.agent._processes
+    assert isinstance(crew, Crew)
+    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_CACHE": "/here", "MANYHANDS_STRATEGY": "easgd"}
+
+
+def test_workers_that_are_not_of_this_host_are_not_heard(line: WithAgent) -> None:
+    line.says(0, {"type": "value", "value": 1})
+    line.says(2, STARTED)
+    assert line.received(1) == [(2, STARTED)]
+
+
+def test_what_makes_no_sense_names_its_host(line: WithAgent) -> None:
+    rows = {"type": "rows", "number": 4, "part": 0, "last": True, "parts": 0, "rows": 3}
+    cases: list[tuple[Any, list[torch.Tensor]]] = [
+        (None, []),
+        ({"type": "beat"}, []),
+        ({"type": "beat", "phase": [], "step": 0, "idle_s": 0, "events": []}, []),
+        ({"type": "lost"}, []),
+        ({"type": "value", "value": {"tensor": 0}}, []),
+        (rows, []),
+        (rows, [torch.ones(3)]),
+        (rows, [torch.ones(3, dtype=torch.uint8)] * 2),
+    ]
+    for body, tensors in cases:
+        line.says(3, body, tensors)
+        words = "host beta sent a message that cannot be read: worker 3 sent "
+        with pytest.raises(WorkerFailed, match=words) as raised:
+            line.received(1)
+        assert (raised.value.rank, raised.value.host) == (3, "beta"), body
+
+
+def test_answers_that_are_none_and_what_comes_before_one_is_kept(line: WithAgent) -> None:
+    line.agent.send({"type": "from_process"})
+    line.agent.send({"type": "stacks", "stacks": [], "where": {"2": "x", "3": ["compute", -1]}})
+    assert line.driver.stacks() == {2: "", 3: ""}
+    assert line.driver.where() == {}
+    line.says(2, STARTED)
+    line.agent.send({"type": "stacks", "stacks": {"2": "here"}, "where": {"2": ["validation", 4], "9": ["x", 1]}})
+    assert line.driver.stacks() == {2: "here", 3: ""}
+    assert line.driver.where() == {2: ("validation", 4)}
+    assert line.received(1) == [(2, STARTED)]
+    line.agent.send({"type": "failed", "message": ["\x1b[2J"]})
+    with pytest.raises(WorkerFailed, match="x1b") as raised:
+        line.received(1)
+    assert "\x1b" not in str(raised.value)
+
+
+def test_the_end_waits_until_the_host_is_empty(line: WithAgent) -> None:
+    ended = threading.Thread(target=line.driver.end, args=(0.5,))
+    ended.start()
+    assert line.bodies() == [{"type": "end", "grace_s": 0.5}]
+    assert ended.is_alive()
+    line.agent.send({"type": "idle"})
+    ended.join(5)
+    assert not ended.is_alive()
+
+
+def test_nothing_is_awaited_from_a_silent_host(line: WithAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert line.driver.silent_s() < 5.0
+    monkeypatch.setattr(line.post, "silent_s", lambda: 7.0)
+    monkeypatch.setattr(line.post, "wait", lambda timeout_s: pytest.fail("it waits"))
+    assert line.driver.stacks() == {2: "", 3: ""}
+    line.driver.end(0.5)
+
+
+def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: WithAgent) -> None:
+    line.says(2, {"type": "beat", "phase": "exchange", "step": 9, "idle_s": 0.0, "events": []})
+    line.agent.close()
+    lost = line.received(3)[1:]
+    assert [(process_index, body["type"]) for process_index, body in lost] == [(2, "lost"), (3, "lost")]
+    assert [(body["phase"], body["step"]) for _, body in lost] == [("exchange", 9), ("start", 0)]
+    assert all(body["why"].startswith("its host is gone: ") for _, body in lost)
+    assert line.driver.receive() == []
+    line.driver.send(2, {"type": "stop", "reason": ""})  # passed over
+    line.driver.end(0.0)
+
+
+def test_a_host_that_is_abandoned_is_told_why_and_lost(line: WithAgent) -> None:
+    assert line.driver.abandon("it makes no sense")
+    assert line.bodies() == [{"type": "over", "error": "it makes no sense", "preempted": False}]
+    assert [body["type"] for _, body in line.received(2)] == ["lost", "lost"]
+    line.driver.end(0.5)  # asks nobody
+
+
+# -- before there is a line --------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_is_refused_at_construction() -> None:

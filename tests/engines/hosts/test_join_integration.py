@@ -31,7 +31,7 @@ DRIVER = """
 
     engine = Hosts(local_workers=1)
     engine.announcer.say = lambda text: print(text.replace("\\n", " "), flush=True)
-    engine.launch(program, LaunchSpec(workers=3, timeout_s=5, observer=Hear()))
+    engine.launch(program, LaunchSpec(workers=3, timeout_s=20, observer=Hear()))
 """
 
 Start = Callable[..., Script]
@@ -70,19 +70,6 @@ def test_when_the_driver_is_killed_the_joined_host_ends(both: Both) -> None:
     assert code == 1
     assert "the driver at 127.0.0.1:" in err
     assert "is gone" in err
-    wait_until(lambda: not joiner.processes() and not driver.processes(), 10)
-
-
-def test_a_silent_host_is_called_silent(both: Both) -> None:
-    """A host that wakes up finds its driver gone, and leaves nothing."""
-    driver, joiner = both
-    for pid in joiner.processes():
-        os.kill(pid, signal.SIGSTOP)
-    code, _, err = driver.end()
-    assert code == 1
-    assert re.search(r"WorkerFailed: nothing came from host \S+ \(2\) for \d\.\d s", err)
-    for pid in joiner.processes():
-        os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not joiner.processes() and not driver.processes(), 10)
 
 

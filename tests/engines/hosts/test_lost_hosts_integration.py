@@ -28,7 +28,7 @@ EPOCHS, STEPS, ROWS = 6, 24, 6 * 39
 SURVIVE = "max_losses=9,silence_s=5"
 
 
-pytestmark = pytest.mark.usefixtures("credentials", "nothing_is_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials", "nothing_is_left")]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,6 @@ def check(run: mh.Run, alone: torch.Tensor, lost: list[tuple[int, str]], host: s
     assert all(loss["host"].endswith(host) for loss in run.losses)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "faults", "lost", "host"),
     [
@@ -71,13 +70,9 @@ def test_a_worker_is_killed(
     check(run, alone, [(worker_id, "death") for worker_id in lost], host)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "fault"),
-    [("diloco:period=3,compress=topk:1", "kill=0@step:4"), ("local-sgd:period=3,warmup=6", "kill=1@step:7")],
-)
-def test_a_worker_is_lost_between_rounds_and_not_replaced(strategy: str, fault: str) -> None:
+def test_a_worker_is_lost_between_rounds_and_not_replaced() -> None:
     """What follows is what follows in the simulator."""
+    strategy, fault = "diloco:period=3,compress=topk:1", "kill=0@step:4"
     survive = "max_losses=1,replace=false,silence_s=5"
     run = train([1, 1, 1], fault, strategy=strategy, survive=survive)
     assert run.info["faults"] == {fault: 1}
@@ -112,7 +107,6 @@ def dying(connecting: bool) -> torch.nn.Module:
     return plain.mlp()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("connecting", [False, True])
 def test_a_peer_dies_while_others_form_a_group_with_it(
@@ -135,62 +129,40 @@ PLAIN = f"""
 """
 
 
-class Agents(mh.Callback):
-    """Hosts that join in processes of their own; at a step something befalls the first of them."""
-
-    def __init__(self, script: Callable[..., Script], layout: Sequence[int], number: int) -> None:
-        self.scripts: list[Script] = []
-        self._script, self._layout, self._number, self._done = script, layout, number, False
-
-    def say(self, text: str) -> None:
-        """One after the other: a host's ranks are those of its turn."""
-        if (found := ADDRESS.search(text)) and len(self.scripts) < len(self._layout):
-            workers = self._layout[len(self.scripts)]
-            self.scripts.append(self._script(PLAIN, found[1], str(workers)))
-
-    def on_step(self, event: Event) -> None:
-        if event.step >= 5 and not self._done:
-            self._done = True
-            pids = [self.scripts[0].process.pid] if self._number == signal.SIGKILL else self.scripts[0].processes()
-            for pid in pids:
-                os.kill(pid, self._number)
-
-
-def without_a_host(script: Callable[..., Script], alone: torch.Tensor, here: int, number: int) -> Script:
-    """Two workers of another host are lost by this signal; that host's agent."""
-    agents, engine = Agents(script, [2], number), Hosts(local_workers=here, tls=False)
-    engine.announcer.say = agents.say
-    fields: dict[str, Any] = {"engine": engine, "workers": here + 2, "threads_per_worker": 1, "survive": SURVIVE}
-    run = mh.train(plain.task(epochs=EPOCHS), callbacks=[agents], **fields)
-    check(run, alone, [(here, "host"), (here + 1, "host")], "(2)")
-    assert run.info["warnings"]  # that it ran without TLS
-    return agents.scripts[0]
-
-
-@pytest.mark.slow
-def test_an_agent_is_killed_and_its_host_is_lost(script: Callable[..., Script], alone: torch.Tensor) -> None:
-    agent = without_a_host(script, alone, 1, signal.SIGKILL)
-    wait_until(lambda: not agent.processes(), 10)
-    agent.end()
-
-
-@pytest.mark.slow
 def test_a_host_falls_silent_and_is_lost_though_its_connections_are_open(
     script: Callable[..., Script], alone: torch.Tensor
 ) -> None:
     """As with a cut cable, within silence_s and not half an hour (pytorch#111646). What wakes up finds itself given up, and
     ends, for the run is over."""
-    agent = without_a_host(script, alone, 2, signal.SIGSTOP)
-    for pid in agent.processes():
+    engine, agents = Hosts(local_workers=2, tls=False), list[Script]()
+
+    def say(text: str) -> None:
+        if (found := ADDRESS.search(text)) and not agents:
+            agents.append(script(PLAIN, found[1], "2"))
+
+    class Stops(mh.Callback):
+        done = False
+
+        def on_step(self, event: Event) -> None:
+            if event.step >= 5 and not self.done:
+                self.done = True
+                for pid in agents[0].processes():
+                    os.kill(pid, signal.SIGSTOP)
+
+    engine.announcer.say = say
+    fields: dict[str, Any] = {"engine": engine, "workers": 4, "threads_per_worker": 1, "survive": SURVIVE}
+    run = mh.train(plain.task(epochs=EPOCHS), callbacks=[Stops()], **fields)
+    check(run, alone, [(2, "host"), (3, "host")], "(2)")
+    assert run.info["warnings"]  # that it ran without TLS
+    for pid in agents[0].processes():
         os.kill(pid, signal.SIGCONT)
-    code, _, err = agent.end()
+    code, _, err = agents[0].end()
     assert code == 1
     assert "the driver at 127.0.0.1:" in err
     assert "is gone" in err
-    wait_until(lambda: not agent.processes(), 10)
+    wait_until(lambda: not agents[0].processes(), 10)
 
 
-@pytest.mark.slow
 def test_a_silent_driver_is_given_up_by_the_hosts(script: Callable[..., Script], tmp_path: Path) -> None:
     """Rule 3: workers elsewhere end themselves after silence_s, so that whoever goes on is alone. Their host comes again,
     until it finds that no driver is there."""

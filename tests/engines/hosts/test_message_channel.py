@@ -1,4 +1,4 @@
-"""Messages over a socket pair: both ends in this process."""
+"""Messages over a socket pair, both ends in this process; and values that travel as JSON and tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from harness import forked, values
+from refused_cases import all_refused
 from torch import Tensor
 
 from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
-from manyhands.errors import BadInput
+from manyhands.engines.hosts.plain_values import decode, encode
+from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame
 
@@ -113,19 +115,6 @@ def test_both_ways_in_order_and_the_end_behind_what_came(ends: Ends) -> None:
     assert "ended" in there.lost
 
 
-def test_tensors_go_where_the_receiver_wants_them() -> None:
-    room = torch.zeros(8, dtype=torch.uint8)
-
-    def memory(body: dict[str, object], nbytes: int) -> Tensor:
-        assert (body["type"], nbytes) == ("launch", 8)
-        return room
-
-    with joined(memory) as (sender, receiver):
-        sender.send({"type": "launch"}, [torch.full((1,), 1, dtype=torch.int64)])
-        one(receiver)
-        assert room.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
-
-
 def announced(tensors: str) -> Frame:
     return Frame(kind=1, blob=b'{"type": "a", "tensors": %s}' % tensors.encode())
 
@@ -164,13 +153,23 @@ def test_what_makes_no_sense_ends_the_connection() -> None:
             assert words in post.lost, frames
 
 
-def test_whatever_goes_wrong_while_a_letter_is_taken_in_both_ends_hear_of_it() -> None:
+def test_tensors_go_where_the_receiver_wants_them_and_what_goes_wrong_there_is_heard_at_both_ends() -> None:
+    room = torch.zeros(8, dtype=torch.uint8)
+
+    def memory(body: dict[str, object], nbytes: int) -> Tensor:
+        assert (body["type"], nbytes) == ("launch", 8)
+        return room
+
+    with joined(memory) as (sender, receiver):
+        sender.send({"type": "launch"}, [torch.full((1,), 1, dtype=torch.int64)])
+        one(receiver)
+        assert room.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     for error in (MemoryError(), RuntimeError("no memory"), RecursionError("deep"), OSError("full")):
 
-        def memory(body: dict[str, object], nbytes: int, error: Exception = error) -> Tensor:
+        def fails(body: dict[str, object], nbytes: int, error: Exception = error) -> Tensor:
             raise error
 
-        with joined(memory) as (sender, receiver):
+        with joined(fails) as (sender, receiver):
             sender.send({"type": "launch"}, [torch.ones(1)])
             assert receiver.wait(5.0) == sender.wait(5.0) == []
             words = str(error) or "MemoryError"
@@ -208,3 +207,41 @@ def test_no_descriptor_is_left() -> None:
         return sorted(set(os.listdir("/proc/self/fd")) - before)
 
     assert values(forked(1, run, 30)) == [[]]
+
+
+PLAIN = [None, True, 3, -1.5, "text", [1, [2]], (1, "a"), {"a": [None]}, {"tuple": 1}, {"tensor": 0}, []]
+
+
+def test_what_goes_in_comes_out_and_tensors_go_beside() -> None:
+    for value in PLAIN:
+        found = decode(*encode(value, "the value"))
+        assert (found, type(found)) == (value, type(value))
+    both = {"a": torch.arange(3), "b": [torch.ones(2, 2)]}
+    encoded, tensors = encode(both, "the value")
+    assert encoded == {"dict": {"a": {"tensor": 0}, "b": [{"tensor": 1}]}}
+    assert tensors == [both["a"], both["b"][0]]
+    assert decode(encoded, tensors)["b"][0] is both["b"][0]
+
+
+class Odd:
+    pass
+
+
+def test_anything_else_is_refused_by_its_place() -> None:
+    odd: list[Any] = [
+        Odd(),
+        {1: 2},
+        {1},
+        b"",
+        lambda: 0,
+        torch.eye(2).to_sparse(),
+        torch.zeros(1, dtype=torch.complex64),
+    ]
+    words = r"the value\['a'\]\[1\] is a .* cannot return that"
+    all_refused(lambda part: encode({"a": [0, part]}, "the value"), [(part, words) for part in odd])
+
+
+def test_what_encode_never_wrote_is_refused() -> None:
+    wrong = [{"tensor": 1}, {"tensor": -1}, {"tuple": 1}, {"dict": []}, {"other": 1}, {"a": 1, "b": 2}, {}]
+    cases = [(encoded, "cannot be read") for encoded in wrong]
+    all_refused(lambda encoded: decode(encoded, [torch.zeros(1)]), cases, ManyhandsError)

@@ -54,7 +54,6 @@ def train(local: Local, faults: str, seen: Seen, **options: Any) -> Run:
     ("phase", "step", "where"),
     [
         ("", 5, "compute"),
-        pytest.param(":exchange", 5, "exchange", marks=pytest.mark.slow),
         pytest.param(":commit", 5, "exchange", marks=pytest.mark.slow),
         pytest.param(":save", 8, "checkpoint", marks=pytest.mark.slow),
     ],
