@@ -134,6 +134,7 @@ def test_a_url_holds_everything_and_resumes_as_the_same_run(request: pytest.Fixt
             mh.train(plain.task(), run_dir=url, workers=2)
 
 
+@pytest.mark.slow
 def test_killed_at_any_write_it_is_resumed_as_if_never_interrupted() -> None:
     whole = train(run_dir=URL)
     writes = Mortal.done
