@@ -36,13 +36,13 @@ def test_one_worker_passes(local: Local) -> None:
 
 
 @pytest.mark.slow
-def test_a_cold_local_leaves_nothing(script: Callable[..., Script]) -> None:
-    """CASE 28"""
+def test_local_leaves_nothing(script: Callable[..., Script]) -> None:
+    """CASE 28: in a process of its own, where nobody else opens or starts anything."""
     text = """
         from manyhands.engines.local.engine import Local
         from manyhands.testing.engine_suite import ENGINE_SUITE
-        for workers in (1, 2):
-            ENGINE_SUITE["nothing_left"](Local(), workers=workers)
+        with Local() as local:
+            ENGINE_SUITE["nothing_left"](local)
         print("nothing")
     """
     assert script(text).end() == (0, "nothing\n", "")

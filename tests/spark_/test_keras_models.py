@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from refused_cases import all_refused
@@ -14,9 +13,10 @@ from spark_models import line
 
 import manyhands as mh
 from manyhands.errors import BadInput
-from manyhands.replica.evaluation import AveragedOutputs
 from manyhands.spark.keras_models import is_keras, keras_module, metrics_of, single_output_threshold
 from manyhands.spark.stored_model import load, save
+
+pytestmark = pytest.mark.slow  # Keras takes seconds to import
 
 
 @pytest.fixture
@@ -155,11 +155,3 @@ def test_a_keras_archive_names_no_code(
         monkeypatch.setattr(keras, "__version__", version)
         with pytest.raises(BadInput, match=f"needs Keras 3.13.2 or newer.* this is Keras {version}"):
             load(str(tmp_path / "m"))
-
-
-def test_an_ensemble_comes_back_with_its_members(tmp_path: Path) -> None:
-    ensemble = AveragedOutputs([line(), line()])
-    save(str(tmp_path / "m"), line, ensemble)
-    _, again = load(str(tmp_path / "m"))
-    x = torch.from_numpy(np.ones((2, 2), "float32"))
-    assert torch.equal(again(x), ensemble(x))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refused_cases import all_refused
@@ -20,6 +21,7 @@ from torch import nn
 import manyhands as mh
 from fuzzing import Damage, bounded, json_bytes, survive, writes_only_in
 from manyhands.errors import BadInput
+from manyhands.replica.evaluation import AveragedOutputs
 from manyhands.spark import stored_model
 from manyhands.spark.stored_model import load, recipe_of, save
 
@@ -161,6 +163,7 @@ def test_folders(inputs: int, tmp_path: Path) -> None:
     assert refused
 
 
+@pytest.mark.slow
 def test_keras_archives(keras: Any, inputs: int, tmp_path: Path) -> None:
     """Its parts are damaged before they are packed, too: no checksum of the archive tells then."""
     from manyhands.keras.module import KerasModule
@@ -194,3 +197,11 @@ def test_keras_archives(keras: Any, inputs: int, tmp_path: Path) -> None:
         taken, refused = survive(lambda data: from_bytes(data, "it", keras.Sequential), drawn(), BadInput)
     assert taken
     assert refused
+
+
+def test_an_ensemble_comes_back_with_its_members(tmp_path: Path) -> None:
+    ensemble = AveragedOutputs([line(), line()])
+    save(str(tmp_path / "m"), line, ensemble)
+    _, again = load(str(tmp_path / "m"))
+    x = torch.from_numpy(np.ones((2, 2), "float32"))
+    assert torch.equal(again(x), ensemble(x))

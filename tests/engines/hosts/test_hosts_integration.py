@@ -77,7 +77,8 @@ def test_unauthenticated_peers_at_the_door_are_refused_and_the_run_goes_on(ran: 
 
 
 def fail_on_1(worker: Any) -> None:
-    worker.ask("question", what="first")  # the warning goes behind the run's first event
+    worker.emit("note")  # the run's warning goes behind its first event
+    worker.ask("question", what="heard")
     if worker.rank == 1:
         raise KeyError("lost")
     worker.group.barrier()

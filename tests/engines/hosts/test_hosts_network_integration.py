@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def hosts() -> Iterator[TwoHosts]:
         yield both
 
 
+def first(process: subprocess.Popen[str], pattern: str) -> tuple[re.Match[str], str]:
+    """What matches in the output so far, and that."""
+    assert process.stdout is not None
+    output = ""
+    while not (found := re.search(pattern, output)):
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    return found, output
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
@@ -64,14 +76,8 @@ def test_the_printed_command_joins_from_another_host(
     for folder in folders:
         folder.mkdir()
     driver = hosts.python(0, "-c", DRIVER, env=environment, cwd=folders[0])
-    assert driver.stdout is not None
-    output = ""
-    while not (
-        found := re.search(r"scp -p 10\.77\.0\.1:(\S+) \.\n\s+MANYHANDS_CREDENTIALS=(\S+) manyhands (join .*)", output)
-    ):
-        line = driver.stdout.readline()
-        assert line, output
-        output += line
+    printed = r"scp -p 10\.77\.0\.1:(\S+) \.\n\s+MANYHANDS_CREDENTIALS=(\S+) manyhands (join .*)"
+    found, _ = first(driver, printed)
     credentials = folders[1] / found[2]
     credentials.touch(0o600)  # what scp -p does
     credentials.write_bytes(Path(found[1]).read_bytes())
@@ -176,12 +182,7 @@ def test_another_frameworks_script_on_two_hosts_as_the_docs_show_it(
         "GLOO_SOCKET_IFNAME": CABLE,
     }
     driver = hosts.start(0, "bash", "-ec", shown("clusters.md")[0], env=known, cwd=tmp_path)
-    assert driver.stdout is not None
-    output = ""
-    while not (found := re.search(r"manyhands (join .*)", output)):
-        line = driver.stdout.readline()
-        assert line, output
-        output += line
+    found, output = first(driver, r"manyhands (join .*)")
     joiner = hosts.start(1, "manyhands", *found[1].split(), env=known, cwd=tmp_path)
     rest, _ = driver.communicate(timeout=100)
     heard, _ = joiner.communicate(timeout=20)

@@ -26,7 +26,7 @@ from manyhands.events import Event
 from manyhands.worker import Worker
 
 EPOCHS, STEPS = 6, 24
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials", "nothing_is_left")]
+pytestmark = pytest.mark.usefixtures("credentials", "nothing_is_left")
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,7 @@ class Listening:
         return run
 
 
+@pytest.mark.slow
 def test_a_host_joins_a_run_under_way_and_who_may_not_is_refused(
     alone: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_host_joins_a_run_under_way_and_who_may_not_is_refused(
     assert any("the run is under way" in line for line in joiner.output)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_lost_host(
     script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     run_at.agents[0].end(10)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_asked_to_end_leaves_in_order(script: Callable[..., Script], alone: torch.Tensor) -> None:
     """It is no loss, and eats no budget (ray#41285); the others go on. Exit code 75."""
     run_at = Listening(script)
@@ -196,6 +199,7 @@ def test_a_host_that_is_asked_to_end_leaves_in_order(script: Callable[..., Scrip
     assert run_at.agents[0].processes() == []
 
 
+@pytest.mark.slow
 def test_a_host_that_was_lost_comes_back(script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path) -> None:
     """Its connection is cut: it ends its workers, connects again, and gets its place once its cooldown is over
     (hivemind#455). The loss counts: no budget is new (pytorch#147064)."""
@@ -224,6 +228,7 @@ def test_a_host_that_was_lost_comes_back(script: Callable[..., Script], alone: t
 # -- the whole run starts again -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hosts_come_again_where_the_run_starts_again(
     script: Callable[..., Script], alone: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.nightly
 def test_hosts_come_again_where_the_driver_was_killed(
     script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
