@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import manyhands as mh
 import plain
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
+from manyhands.server.in_process import InProcessServers
+from manyhands.strategies import strategy_of
+from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
+T = TypeVar("T")
 _BUILDING = threading.Lock()
 Schedule = Callable[[torch.optim.Optimizer], Any]
 COSINE: Schedule = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)  # noqa: E731
@@ -57,43 +62,61 @@ def seeded(make: Callable[[], nn.Module] = plain.mlp) -> nn.Module:
         return make()
 
 
-def train_plain(
-    optimizer: str = "sgd",
+def begun(
+    worker: Worker | None,
     make: Callable[[], nn.Module] = plain.mlp,
+    optimizer: str = "sgd",
     loader: Any = None,
-    schedule: Schedule | None = None,
-    **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = seeded(make)
+    **how: Any,
+) -> tuple[Session, nn.Module, torch.optim.Optimizer, Any]:
+    """(session, model, optimizer, loader), prepared; without a worker as a plain script has them."""
+    session, model, loader = Session(worker or Worker()), seeded(make), loader or loader_of()
     rule = plain.OPTIMIZERS[optimizer](model)
-    loop(model, rule, loader or loader_of(), schedule=schedule and schedule(rule), **options)
-    return model, rule
+    if worker is None:
+        return session, model, rule, loader
+    return session, *prepare_on(session, model, rule, loader, **how)
 
 
-def train_prepared(
-    worker: Worker,
+def trained(
+    worker: Worker | None,
     optimizer: str = "sgd",
     make: Callable[[], nn.Module] = plain.mlp,
     loader: Any = None,
     schedule: Schedule | None = None,
-    *,
     strategy: str = "allreduce",
-    schedule_first: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = seeded(make)
-    rule = plain.OPTIMIZERS[optimizer](model)
-    early = schedule(rule) if schedule and schedule_first else None
-    model, rule, shares = prepare_on(Session(worker), model, rule, loader or loader_of(), strategy=strategy)
-    loop(model, rule, shares, schedule=early or (schedule and schedule(rule)), **options)
+    """The model and the optimizer after `loop`; without a worker those of a plain script."""
+    _, model, rule, loader = begun(worker, make, optimizer, loader, strategy=strategy)
+    loop(model, rule, loader, schedule=schedule and schedule(rule), **options)
     return model, rule
+
+
+def train_shuffled(optimizer: str, prepare: bool, processes: int = 0, accumulate: int = 1) -> Tensor:
+    """39 rows in batches of 12, shuffled by the global generator; three epochs; the flat parameters."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    rule = plain.OPTIMIZERS[optimizer](model)
+    loader: Any = loader_of(shuffle=True, num_workers=processes)
+    if prepare:
+        model, rule, loader = mh.prepare(model, rule, loader)
+    loop(model, rule, loader, schedule=COSINE(rule), clip=0.05, accumulate=accumulate)
+    return plain.flat(model)
+
+
+def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1) -> list[T]:
+    """`together`, with the server that the strategy needs."""
+    spec = strategy_of(strategy).server()
+    clients = [] if spec is None else InProcessServers(spec, workers=size, shards=shards, timeout_s=20.0).clients
+    return together(size, program, clients)
+
+
+def assert_all_are(found: Iterable[Tensor], expected: Tensor, within: float = 1e-10) -> None:
+    """Each worker's parameters are these."""
+    for got in found:
+        assert (got - expected).abs().max() < within
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [
-        value
-        for group in optimizer.param_groups
-        for p in group["params"]
-        for value in optimizer.state.get(p, {}).values()
-        if isinstance(value, Tensor)
-    ]
+    states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]

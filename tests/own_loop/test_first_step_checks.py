@@ -1,30 +1,39 @@
-"""Own loops in which all workers compute the same: named in the first steps, and only where it is a fault."""
+"""Own loops in which all workers compute the same, and programs that never call `prepare`: named in the first steps, and
+only where it is a fault."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from own_loops import loader_of, seeded
+from own_loops import seeded
 from torch import nn
 
 import plain
-from manyhands.own_loop.first_step_checks import checksum
+from manyhands.comm.solo import SoloGroup
+from manyhands.own_loop.first_step_checks import checksum, warning_if_unprepared
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
 Loop = Callable[[Session, nn.Module, torch.optim.Optimizer], None]
+SGD = plain.OPTIMIZERS["sgd"]
 X, Y = plain.rows(12)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, stop: int = 12) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice = slice(12), factor: float = 1.0) -> None:
     optimizer.zero_grad()
-    plain.cross_entropy(model, (X[start:stop], Y[start:stop])).backward()
+    (plain.cross_entropy(model, (X[rows], Y[rows])) * factor).backward()
     optimizer.step()
+
+
+def own_rows_of(session: Session) -> slice:
+    """What the user cuts by hand."""
+    return slice(session.worker.rank * 6, session.worker.rank * 6 + 6)
 
 
 def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
@@ -32,7 +41,7 @@ def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
 
     def program(worker: Worker) -> None:
         session, model = Session(worker), seeded()
-        model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["sgd"](model), strategy=strategy)
+        model, optimizer = prepare_on(session, model, SGD(model), strategy=strategy)
         loop(session, model, optimizer)
 
     with warnings.catch_warnings(record=True) as told:
@@ -41,16 +50,16 @@ def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
     return [str(one.message) for one in told]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
 def test_a_forgotten_loader_is_named_once(strategy: str) -> None:
     """Prepared without its loader, or the result was not assigned: every worker iterates the plain one."""
 
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for x, y in loader_of():
-            optimizer.zero_grad()
-            plain.cross_entropy(model, (x, y)).backward()
-            optimizer.step()
+        other = seeded()
+        other, second = prepare_on(session, other, SGD(other), strategy=strategy)
+        for _ in range(3):
+            step(model, optimizer)
+            step(other, second)
 
     (message,) = warned(loop, strategy, 3)
     assert "all 3 workers" in message
@@ -61,56 +70,38 @@ def test_a_forgotten_loader_is_named_where_dropout_differs_after_the_first_backw
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         step(model, optimizer)
         for _ in range(3):
-            optimizer.zero_grad()
-            (plain.cross_entropy(model, (X, Y)) * (1 + session.worker.rank)).backward()  # as noise of its own
-            optimizer.step()
+            step(model, optimizer, factor=1 + session.worker.rank)  # as noise of its own
 
     assert len(warned(loop)) == 1
 
 
-def test_two_pairs_are_one_warning() -> None:
-    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        other = seeded()
-        other, second = prepare_on(session, other, plain.OPTIMIZERS["sgd"](other))
-        step(model, optimizer)
-        step(other, second)
-
-    assert len(warned(loop)) == 1
-
-
-def test_accumulated_gradients_are_compared_together() -> None:
+def accumulated(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The first backward is on equal rows, the second is not."""
-
-    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        plain.cross_entropy(model, (X, Y)).backward()
-        plain.cross_entropy(model, (X[session.worker.rank :], Y[session.worker.rank :])).backward()
-        optimizer.step()
-
-    assert not warned(loop)
+    optimizer.zero_grad()
+    plain.cross_entropy(model, (X, Y)).backward()
+    plain.cross_entropy(model, (X[session.worker.rank :], Y[session.worker.rank :])).backward()
+    optimizer.step()
 
 
 def own_rows(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What the user cut by hand."""
     for _ in range(4):
-        step(model, optimizer, session.worker.rank * 6, session.worker.rank * 6 + 6)
+        step(model, optimizer, own_rows_of(session))
 
 
-def equal_rows_of_a_loader(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A full batch of equal rows: every worker's share is the same, lawfully."""
-    rows = [(X[:1].expand(12, -1), Y[:1].expand(12))]
-    _, _, shares = prepare_on(session, model, optimizer, rows)
-    for x, y in shares:
-        optimizer.zero_grad()
-        plain.cross_entropy(model, (x, y)).backward()
-        optimizer.step()
+def of_a_loader(batches: list[Any]) -> Loop:
+    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        _, _, shares = prepare_on(session, model, optimizer, batches)
+        for batch in shares:
+            optimizer.zero_grad()
+            plain.cross_entropy(model, batch).backward()
+            optimizer.step()
+
+    return loop
 
 
 def zeros(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(4):
-        optimizer.zero_grad()
-        (model(X).sum() * 0).backward()
-        optimizer.step()
+        step(model, optimizer, factor=0.0)
 
 
 def deliberate(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -126,23 +117,21 @@ def one_without_weight(session: Session, model: nn.Module, optimizer: torch.opti
         step(model, optimizer)
 
 
-@pytest.mark.parametrize("loop", [own_rows, equal_rows_of_a_loader, zeros, deliberate, one_without_weight])
+LAWFUL = {
+    "accumulated": accumulated,
+    "own rows": own_rows,
+    "equal rows of a loader": of_a_loader([(X[:1].expand(12, -1), Y[:1].expand(12))]),
+    "a stand-in, of weight 0": of_a_loader([(X[:1], Y[:1])] * 3),
+    "zeros": zeros,
+    "deliberate": deliberate,
+    "one without weight": one_without_weight,
+}
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
-def test_lawful_equality_is_no_warning(loop: Loop, strategy: str) -> None:
-    assert not warned(loop, strategy)
-
-
-def test_stand_in_rows_are_no_warning() -> None:
-    """One row for two workers: the first gets a stand-in of weight 0."""
-
-    def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        _, _, shares = prepare_on(session, model, optimizer, [(X[:1], Y[:1])] * 3)
-        for x, y in shares:
-            optimizer.zero_grad()
-            plain.cross_entropy(model, (x, y)).backward()
-            optimizer.step()
-
-    assert not warned(loop)
+def test_lawful_equality_is_no_warning(strategy: str) -> None:
+    for name, loop in LAWFUL.items():
+        assert not warned(loop, strategy), name
 
 
 def test_later_steps_are_not_compared() -> None:
@@ -151,7 +140,7 @@ def test_later_steps_are_not_compared() -> None:
 
     def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(6):
-            step(model, optimizer, session.worker.rank * 6, session.worker.rank * 6 + 6)
+            step(model, optimizer, own_rows_of(session))
             if not session.worker.rank:
                 gathered.append(session.worker.group.ledger.as_dict().get("all_gather_json"))
 
@@ -164,3 +153,39 @@ def test_checksum() -> None:
     vector = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert checksum(vector) == checksum(vector.clone())
     assert len({checksum(v) for v in (vector, vector.flip(0), -vector, vector.double())}) == 4
+
+
+def warned_unprepared(worker: Worker, steps: int = 5, prepared: Any = None, sent: int = 0) -> list[str]:
+    model = plain.mlp()
+    optimizer = SGD(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with warning_if_unprepared(worker):
+            worker.prepared = prepared
+            if sent:
+                worker.group.ledger.add("mean", sent)
+            for _ in range(steps):
+                step(model, optimizer)
+        optimizer.step()  # outside, nobody looks
+    return [str(one.message) for one in told]
+
+
+def test_a_program_that_never_prepares_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after a few steps, nor where the worker was asked for, something was sent, or torch.distributed is used."""
+
+    def second(**options: Any) -> Worker:
+        return Worker(**{"size": 2, "group": SoloGroup(), **options})
+
+    (message,) = warned_unprepared(second())
+    assert "2 workers took 3 optimizer steps without exchanging anything" in message
+    assert "mh.prepare(model, optimizer, loader)" in message
+    for worker, options in (
+        (second(), {"steps": 2}),
+        (second(), {"prepared": Session(Worker())}),
+        (second(), {"sent": 8}),
+        (second(rank=1), {}),
+        (Worker(size=1), {}),
+    ):
+        assert not warned_unprepared(worker, **options), options
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not warned_unprepared(second())

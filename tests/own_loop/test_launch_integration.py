@@ -29,30 +29,23 @@ def place() -> tuple[int, int]:
     return worker.rank, worker.size
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_launch_returns_every_ranks_value(local: Local, workers: int) -> None:
-    values = launch(lambda a, b: (place(), a + b), 1, 2, workers=workers, engine=local)
-    assert values == [((rank, workers), 3) for rank in range(workers)]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("strategy", ["local-sgd:period=8", LocalSGD(period=8), None])
-def test_strategy_is_said_inside_and_forgotten_after(
+@pytest.mark.parametrize(("workers", "strategy"), [(1, None), (1, "local-sgd:period=8"), (2, LocalSGD(period=8))])
+def test_launch_returns_every_ranks_value_and_says_the_strategy_inside(
     local: Local, workers: int, strategy: LocalSGD | str | None
 ) -> None:
-    values = launch(launched_strategy, workers=workers, strategy=strategy, engine=local)
-    assert values == [strategy] * workers
+    inside = lambda a, b: (place(), a + b, launched_strategy())  # noqa: E731
+    values = launch(inside, 1, 2, workers=workers, strategy=strategy, engine=local)
+    assert values == [((rank, workers), 3, strategy) for rank in range(workers)]
     assert launched_strategy() is None
 
 
-def test_no_workers(local: Local) -> None:
+def test_what_cannot_be_launched(local: Local) -> None:
     with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
         launch(place, workers=0, engine=local)
-
-
-def test_unknown_engine() -> None:
     with pytest.raises(UnknownName, match="no engine 'multiprocessing'.*is 'local' here"):
         launch(place, engine="multiprocessing")
+    with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
+        run_script("missing.py", workers=2, engine=local)
 
 
 SCRIPT = """
@@ -64,8 +57,7 @@ SCRIPT = """
     print(NAME, __name__, sys.argv[1:], os.environ["MANYHANDS_STRATEGY"])
     torch.save(rank, f"saved{rank}")
     class InMain: pass
-    if len(sys.argv) > 2:
-        sys.exit(eval(sys.argv[2]))
+    sys.exit(eval(sys.argv[2]))
 """
 
 
@@ -77,30 +69,19 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "script.py"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_script_runs_as_main_and_the_first_rank_alone_is_heard(
-    local: Local, path: Path, workers: int, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_script(path, ["a"], workers=workers, strategy="allreduce", engine=local) == 0
-    out, err = capfd.readouterr()
-    assert out == "helper __main__ ['a'] allreduce\n"
-    assert err.count("nothing to standard output") == workers - 1
-    assert sorted(name for name in os.listdir() if name.startswith("saved")) == ["saved0", "saved1"][:workers]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("argument", "code"), [("0", 0), ("None", 0), ("7", 7), ("'a text'", 1), ("7 * rank", 7)])
-def test_exit_codes_come_through(
+@pytest.mark.parametrize(
+    ("workers", "argument", "code"),
+    [(1, "0", 0), (1, "7", 7), (1, "'a text'", 1), (2, "None", 0), (2, "'a text'", 1), (2, "7 * rank", 7)],
+)
+def test_a_script_runs_as_main_the_first_rank_alone_is_heard_and_exit_codes_come_through(
     local: Local, path: Path, workers: int, argument: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = 0 if workers == 1 and "rank" in argument else code
-    assert run_script(path, ["a", argument], workers=workers, strategy="allreduce", engine=local) == expected
-    assert ("a text" in capfd.readouterr().err) == ("text" in argument)
-
-
-def test_an_exception_of_the_script(local: Local, path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="NameError: name 'undefined' is not defined"):
-        run_script(path, ["a", "undefined"], workers=2, strategy="allreduce", engine=local)
+    assert run_script(path, ["a", argument], workers=workers, strategy="allreduce", engine=local) == code
+    out, err = capfd.readouterr()
+    assert out == f"helper __main__ {['a', argument]} allreduce\n"
+    assert err.count("nothing to standard output") == workers - 1
+    assert ("a text" in err) == ("text" in argument)
+    assert sorted(name for name in os.listdir() if name.startswith("saved")) == ["saved0", "saved1"][:workers]
 
 
 @pytest.mark.parametrize(
@@ -131,11 +112,6 @@ APART = """
 """
 
 
-def test_no_such_script(local: Local) -> None:
-    with pytest.raises(BadInput, match=r"no script 'missing\.py'"):
-        run_script("missing.py", workers=2, engine=local)
-
-
 OWN_HANDLER = """
 import os, pathlib, signal, sys, time
 import manyhands as mh
@@ -159,16 +135,7 @@ NO_HANDLER = OWN_HANDLER.replace("signal.signal(signal.SIGTERM, save)", "")
 def test_sigterm_reaches_the_script_on_every_worker(tmp_path: Path, script: str, code: int, saved: int) -> None:
     """A script that saves its work on SIGTERM can do so, as under `python script.py`."""
     (tmp_path / "script.py").write_text(script)
-    command = [
-        sys.executable,
-        "-c",
-        "from manyhands.cli.commands import main; main()",
-        "run",
-        "-n",
-        "2",
-        "script.py",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "manyhands", "run", "-n", "2", "script.py", str(tmp_path)]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("ready-*"))) < 2:

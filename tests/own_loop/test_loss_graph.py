@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import loader_of, loop, seeded, train_plain
+from own_loops import assert_all_are, loader_of, loop, seeded, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,27 +66,18 @@ COINCIDENCES: dict[str, Loss] = {  # as many features as rows, or a multiple
 }
 
 
-def scale_of(loss: Loss) -> bool | None:
-    return terms_of(loss(LINEAR(torch.rand(ROWS, 5)))).scale(ROWS)
+def output() -> Tensor:
+    return LINEAR(torch.rand(ROWS, 5))
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_sums(name: str) -> None:
-    assert scale_of(SUMS[name]) is (None if name in UNCLEAR else True)
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_means(name: str) -> None:
-    assert scale_of(MEANS[name]) is False
-
-
-@pytest.mark.parametrize("name", COINCIDENCES)
-def test_what_has_as_many_rows_by_coincidence_is_unclear(name: str) -> None:
-    assert scale_of(COINCIDENCES[name]) is None
-
-
-def test_a_long_chain_of_additions() -> None:
-    assert scale_of(lambda z: sum((z.mean() for _ in range(3000)), torch.zeros(()))) is False
+def test_means() -> None:
+    expected = dict.fromkeys(SUMS, True) | dict.fromkeys(UNCLEAR)
+    for losses, scales in ((SUMS, expected), (MEANS, dict.fromkeys(MEANS, False)), (COINCIDENCES, {})):
+        for name, loss in losses.items():
+            assert terms_of(loss(output())).scale(ROWS) is scales.get(name), name
+    long = sum((output().mean() for _ in range(3000)), torch.zeros(()))
+    assert terms_of(long).scale(ROWS) is False
+    assert not loss_graph.Sum("Sum", 2).over(2)  # few rows are no evidence
 
 
 MEETINGS: dict[str, Loss] = {
@@ -103,14 +94,10 @@ APART: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", MEETINGS)
-def test_rows_that_look_at_each_other(name: str) -> None:
-    assert rows_meet(MEETINGS[name](LINEAR(torch.rand(ROWS, 5))))
-
-
-@pytest.mark.parametrize("name", [*APART, *SUMS, *MEANS])
-def test_rows_apart(name: str) -> None:
-    assert not rows_meet((APART | SUMS | MEANS)[name](LINEAR(torch.rand(ROWS, 5))))
+def test_rows_that_look_at_each_other() -> None:
+    for losses in (MEETINGS, APART, SUMS, MEANS):
+        for name, loss in losses.items():
+            assert rows_meet(loss(output())) == (losses is MEETINGS), name
 
 
 DIVISORS: dict[str, tuple[Loss, float | None]] = {
@@ -126,14 +113,9 @@ DIVISORS: dict[str, tuple[Loss, float | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIVISORS)
-def test_what_a_loss_divides_by(name: str) -> None:
-    loss, expected = DIVISORS[name]
-    assert divisor_of(loss(LINEAR(torch.rand(ROWS, 5)))) == expected
-
-
-def test_few_rows_are_no_evidence() -> None:
-    assert not loss_graph.Sum("Sum", 2).over(2)
+def test_what_a_loss_divides_by() -> None:
+    for name, (loss, expected) in DIVISORS.items():
+        assert divisor_of(loss(output())) == expected, name
 
 
 # -- in the loop -----------------------------------------------------------------------------------------------------
@@ -161,29 +143,13 @@ def with_a_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return loss_over_rows(model, batch) + 1e-3 * next(model.parameters()).square().sum()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_loss_graph_is_one_process(size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = plain.flat(train_plain(loss=loss_over_rows, epochs=2)[0])
-    for got in together(size, lambda worker: train(Session(worker), loss_over_rows)):
-        assert (got - expected).abs().max() < 1e-10
+def test_a_loss_graph_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = plain.flat(trained(None, loss=loss_over_rows, epochs=2)[0])
+    assert_all_are(together(3, lambda worker: train(Session(worker), loss_over_rows)), expected)
     assert capsys.readouterr().err.count("sum over rows") == 1
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
-def test_a_loss_that_is_a_sum_in_part_is_named_once(strategy: str) -> None:
-    (message,) = told(with_a_penalty, 3, strategy)
-    assert "NllLoss" in message
-    assert 'mh.weight("sum")' in message
-
-
-def test_what_is_right_is_not_named() -> None:
-    assert not told(plain.cross_entropy, 2)
-    assert not told(loss_over_rows, 2)
-    assert not told(with_a_penalty, 1)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
+def test_the_remedy_is_one_process_and_is_not_named() -> None:
     """`mh.weight("sum")`: the mean of N times the sums is their sum, also of a batch with fewer rows than workers."""
 
     def program(worker: Worker) -> Tensor:
@@ -195,9 +161,21 @@ def test_the_remedy_is_one_process_and_is_not_named(size: int) -> None:
 
         return train(session, remedied)
 
-    expected = plain.flat(train_plain(loss=loss_over_rows, epochs=2)[0])
-    for got in together(size, program):
-        assert (got - expected).abs().max() < 1e-10
+    expected = plain.flat(trained(None, loss=loss_over_rows, epochs=2)[0])
+    for size in (1, 2, 5):
+        assert_all_are(together(size, program), expected)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
+def test_a_loss_that_is_a_sum_in_part_is_named_once(strategy: str) -> None:
+    (message,) = told(with_a_penalty, 3, strategy)
+    assert "NllLoss" in message
+    assert 'mh.weight("sum")' in message
+
+
+def test_what_is_right_is_not_named() -> None:
+    for loss, size in ((plain.cross_entropy, 2), (loss_over_rows, 2), (with_a_penalty, 1)):
+        assert not told(loss, size)
 
 
 def test_backward_is_torchs_own_again_without_a_session() -> None:

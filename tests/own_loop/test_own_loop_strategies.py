@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from own_loops import loader_of, loop, seeded, train_plain, train_prepared
+from own_loops import assert_all_are, loader_of, on, seeded, trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,38 +16,26 @@ from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.replica.replica import Replica
-from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
-T = TypeVar("T")
-CODECS = ["topk:0.2", "onebit", "threshold:0.01", "powersgd:2", "qsgd:4", "bf16", "int8"]
 IN_STEP = [
-    "allreduce:overlap=true",
-    "allreduce:combine=adasum",
-    *(f"allreduce:compress={c}" for c in CODECS),
-    "local-sgd:period=3",
-    "gossip",
-    "diloco:period=2",
-    "diloco:period=4,streaming=2,overlap=1",
-    "easgd:via=group,period=2",
-    "eamsgd:via=group,period=2",
-    "update-sharing:bound=0",
+    *("allreduce:overlap=true", "allreduce:combine=adasum", "local-sgd:period=3", "gossip", "update-sharing:bound=0"),
+    *(f"allreduce:compress={codec}" for codec in ("topk:0.2", "powersgd:2", "bf16")),
+    *("diloco:period=2", "diloco:period=4,streaming=2,overlap=1", "easgd:via=group,period=2"),
 ]
 AT_A_SERVER = [
-    "quorum",
-    "downpour:bound=0",
-    "downpour:bound=0,push_every=2,pull_every=3",
-    "downpour:bound=0,rule=adagrad",
-    "agn:bound=0,window=2",
-    "dynsgd:bound=0,window=3",
-    "distance:bound=0,window=2",
-    "easgd:bound=0,period=2",
-    "eamsgd:bound=0,period=2",
-    "diloco:via=server,bound=0,period=2",
+    *("quorum", "downpour:bound=0", "downpour:bound=0,push_every=2,pull_every=3", "downpour:bound=0,rule=adagrad"),
+    *("agn:bound=0,window=2", "dynsgd:bound=0,window=3", "distance:bound=0,window=2"),
+    *("easgd:bound=0,period=2", "eamsgd:bound=0,period=2", "diloco:via=server,bound=0,period=2"),
 ]
-AT_OWN_PACE = ["downpour", "agn:window=2", "easgd:period=2", "eamsgd:period=2", "diloco:via=server,period=2"]
+CASES = [
+    *((strategy, 4) for strategy in (*IN_STEP, *AT_A_SERVER)),
+    *((strategy, 2) for strategy in ("gossip", "diloco:period=4,streaming=2,overlap=1", "easgd:bound=0,period=2")),
+    *((strategy, 1) for strategy in ("solo", "allreduce:overlap=true", "local-sgd:period=3", "downpour:bound=0")),
+]
+AT_OWN_PACE = ["downpour", "agn:window=2", "easgd:period=2", "diloco:via=server,period=2"]
 
 
 def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | None = None) -> Any:
@@ -56,13 +43,13 @@ def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | No
     return prepare_on(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *loaders, strategy=strategy)
 
 
-def train_with_loss(worker: Worker, strategy: str, epochs: int = 3) -> Tensor:
+def train_with_loss(worker: Worker, strategy: str) -> Tensor:
     """The answer after the loss was computed where `mh.train` computes it."""
     chosen, server = strategy_of(strategy), worker.server
     chosen.check_workers(worker.size)
     replica = Replica.of(seeded(), plain.OPTIMIZERS["adamw"], group=worker.group, loss=plain.cross_entropy)
     state = plain.started(chosen, replica, worker)
-    for _ in range(epochs):
+    for _ in range(2):
         if server is not None:
             server.activate()
             worker.group.barrier()
@@ -82,44 +69,31 @@ def train_with_loss(worker: Worker, strategy: str, epochs: int = 3) -> Tensor:
     return torch.cat([view.reshape(-1) for view in replica.named(answer).values()]).clone()
 
 
-def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1) -> list[T]:
-    """`together`, with the server that the strategy needs."""
-    spec = strategy_of(strategy).server()
-    clients = [] if spec is None else InProcessServers(spec, workers=size, shards=shards, timeout_s=20.0).clients
-    return together(size, program, clients)
+def train_prepared_with(worker: Worker, strategy: str) -> Tensor:
+    return plain.flat(trained(worker, "adamw", strategy=strategy, epochs=2)[0])
 
 
-@pytest.mark.parametrize("strategy", [*IN_STEP, *AT_A_SERVER, "solo"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("strategy", "size"), CASES)
 def test_a_prepared_loop_is_mh_train(strategy: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """39 rows in batches of 12, the last of 3: one worker of four has none of it."""
     monkeypatch.setattr(Session, "begin", lambda session: None)  # threads have one random state, which none seeds alone
     monkeypatch.setattr(torch, "initial_seed", lambda: 0)  # else that of a model which another thread builds
-    if strategy == "solo":
-        size = 1
     expected = on(size, strategy, lambda worker: train_with_loss(worker, strategy))
-    got = on(size, strategy, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
-    for one in got:
-        assert (one - expected[0]).abs().max() < 1e-10
+    assert_all_are(on(size, strategy, lambda worker: train_prepared_with(worker, strategy)), expected[0])
 
 
 @pytest.mark.parametrize("strategy", AT_OWN_PACE)
 def test_at_their_own_pace_one_worker_is_mh_train(strategy: str) -> None:
     (expected,) = on(1, strategy, lambda worker: train_with_loss(worker, strategy))
-    (got,) = on(1, strategy, lambda worker: plain.flat(train_prepared(worker, "adamw", strategy=strategy)[0]))
-    assert (got - expected).abs().max() < 1e-10
+    assert_all_are(on(1, strategy, lambda worker: train_prepared_with(worker, strategy)), expected)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["allreduce:overlap=true", "allreduce:combine=adasum", "allreduce:compress=onebit"]
-)
-def test_what_several_backwards_add_is_exchanged_once(strategy: str) -> None:
+@pytest.mark.parametrize("option", ["overlap=true", "combine=adasum", "compress=onebit,feedback=false"])
+def test_what_several_backwards_add_is_exchanged_once(option: str) -> None:
     """What a backward gave the mean is not sent again with what the next one adds, which is 0 here."""
 
     def program(worker: Worker, zeros: int) -> Tensor:
-        model, rule, shares = prepared(
-            worker, f"{strategy}{',feedback=false' if 'onebit' in strategy else ''}", loader_of(60)
-        )
+        model, rule, shares = prepared(worker, f"allreduce:{option}", loader_of(60))
         for batch in shares:
             rule.zero_grad()
             plain.cross_entropy(model, batch).backward()
@@ -129,8 +103,7 @@ def test_what_several_backwards_add_is_exchanged_once(strategy: str) -> None:
         return plain.flat(model)
 
     once, again = (together(2, lambda worker, zeros=zeros: program(worker, zeros)) for zeros in (0, 2))
-    for one in again:
-        assert (one - once[0]).abs().max() < 1e-12
+    assert_all_are(again, once[0], 1e-12)
 
 
 def test_slices_are_sent_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,19 +132,15 @@ def test_slices_are_sent_while_backward_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert together(2, program) == [[0, 0, 0, 3, 3]] * 2  # the other three parameters are on their way
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_adasum_of_parallel_gradients_is_one_worker(size: int) -> None:
+def test_adasum_of_parallel_gradients_is_one_worker() -> None:
     x, y = plain.rows(1)
-    rows = DataLoader(TensorDataset(x.repeat(12, 1), y.repeat(12)), batch_size=4)
-    expected, _ = train_plain(loader=rows)
+    rows = TensorDataset(x.repeat(12, 1), y.repeat(12))
 
-    def program(worker: Worker) -> Tensor:
-        model, rule, shares = prepared(worker, "allreduce:combine=adasum", DataLoader(rows.dataset, batch_size=4))
-        loop(model, rule, shares)
-        return plain.flat(model)
+    def program(worker: Worker | None) -> Tensor:
+        how = {"loader": DataLoader(rows, batch_size=4), "strategy": "allreduce:combine=adasum"}
+        return plain.flat(trained(worker, **how)[0])
 
-    for got in together(size, program):
-        assert (got - plain.flat(expected)).abs().max() < 1e-12
+    assert_all_are(together(4, program), program(None), 1e-12)
 
 
 def test_adasum_leaves_out_what_a_worker_without_weight_computed() -> None:
@@ -199,10 +168,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(BadInput, match=r"takes 1, 2, 4, 8, … workers, and workers=3"):
         together(3, lambda worker: prepared(worker, "allreduce:combine=adasum"))
 
-    def two(worker: Worker) -> None:
+    def two(worker: Worker) -> Any:
         session = Session(worker)
-        kept = [prepared(worker, "allreduce:overlap=true", session=session) for _ in range(2)]
-        assert not kept
+        return [prepared(worker, "allreduce:overlap=true", session=session) for _ in range(2)]
 
     with pytest.raises(Unsupported, match="with a second prepared model"):
         together(2, two)

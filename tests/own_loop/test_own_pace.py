@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from own_loops import loader_of, seeded
+from own_loops import loader_of, on, seeded
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
@@ -20,31 +20,15 @@ import plain
 from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
-from manyhands.server.in_process import InProcessServers
-from manyhands.strategies import server_strategy, strategy_of
+from manyhands.strategies import server_strategy
 from manyhands.testing.threads import together
 from manyhands.worker import Worker, as_current
 
-T = TypeVar("T")
 STRATEGIES = [
-    "downpour",
-    "agn",
-    "dynsgd:bound=2",
-    "easgd:period=2",
-    "eamsgd",
-    "diloco:via=server,period=2",
-    "hogwild",
-    "update-sharing",
-    "gossip:graph=pairs",
+    *("downpour", "agn", "dynsgd:bound=2", "easgd:period=2", "eamsgd", "diloco:via=server,period=2"),
+    *("hogwild", "update-sharing", "gossip:graph=pairs"),
 ]
 WAIT_S = 20.0
-
-
-def on(size: int, strategy: str, program: Callable[[Worker], T], shards: int = 1) -> list[T]:
-    """`together`, with the server that the strategy needs."""
-    spec = strategy_of(strategy).server()
-    clients = [] if spec is None else InProcessServers(spec, workers=size, shards=shards, timeout_s=WAIT_S).clients
-    return together(size, program, clients)
 
 
 def prepared(worker: Worker, strategy: str, *others: Any, session: Session | None = None) -> Any:
@@ -82,17 +66,16 @@ class Stream:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_row_is_trained_once_an_epoch_and_all_end_at_the_center(strategy: str, size: int) -> None:
+def test_each_row_is_trained_once_an_epoch_and_all_end_at_the_center(strategy: str) -> None:
     def program(worker: Worker) -> tuple[list[list[int]], Tensor, Tensor]:
         session = Session(worker)
         model, rule, loader = prepared(worker, strategy, numbered(shuffle=True), session=session)
         assert len(loader) == 4
-        passes = [[row for batch in loader for row in step(model, rule, batch)] for _ in range(3)]
+        passes = [[row for batch in loader for row in step(model, rule, batch)] for _ in range(2)]
         return passes, plain.flat(model), center_of(session)
 
-    found = on(size, strategy, program)
-    for number in range(3):
+    found = on(4, strategy, program)
+    for number in range(2):
         assert sorted(row for passes, _, _ in found for row in passes[number]) == list(range(39))
     for _, parameters, center in found:
         assert torch.equal(parameters, found[0][1])
@@ -100,22 +83,21 @@ def test_each_row_is_trained_once_an_epoch_and_all_end_at_the_center(strategy: s
     assert not torch.equal(found[0][1], plain.flat(seeded()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, 3])
-def test_each_row_once_with_loader_processes(shards: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "make", "shards"),
+    [
+        (4, Stream, 1),  # which every worker reads whole
+        pytest.param(2, lambda: numbered(shuffle=True, num_workers=2), 3, marks=pytest.mark.slow),
+    ],
+    ids=["stream", "loader processes"],
+)
+def test_each_row_once_of_other_loaders(size: int, make: Any, shards: int) -> None:
     def program(worker: Worker) -> list[int]:
-        model, rule, loader = prepared(worker, "downpour", numbered(shuffle=True, num_workers=2))
+        model, rule, loader = prepared(worker, "downpour", make())
         return [row for _ in range(2) for batch in loader for row in step(model, rule, batch)]
 
-    assert Counter(row for rows in on(2, "downpour", program, shards) for row in rows) == dict.fromkeys(range(39), 2)
-
-
-def test_each_row_once_of_what_every_worker_reads_whole() -> None:
-    def program(worker: Worker) -> list[int]:
-        model, rule, loader = prepared(worker, "downpour", Stream())
-        return [row for _ in range(2) for batch in loader for row in step(model, rule, batch)]
-
-    assert Counter(row for rows in on(4, "downpour", program) for row in rows) == dict.fromkeys(range(39), 2)
+    found = on(size, "downpour", program, shards)
+    assert Counter(row for rows in found for row in rows) == dict.fromkeys(range(39), 2)
 
 
 def test_whoever_is_free_takes_what_a_slow_worker_has_not_begun() -> None:
@@ -187,7 +169,7 @@ def test_replicas_that_differ_go_on_from_where_they_were() -> None:
     def program(worker: Worker) -> list[tuple[Tensor, Tensor]]:
         model, rule, loader = prepared(worker, "easgd:period=2,via=group", numbered())
         seen = []
-        for _ in range(3):
+        for _ in range(2):
             first = None
             for batch in loader:
                 first = plain.flat(model).clone() if first is None else first
@@ -196,7 +178,7 @@ def test_replicas_that_differ_go_on_from_where_they_were() -> None:
         return seen  # type: ignore[return-value]
 
     mine, other = on(2, "easgd:via=group", program)
-    for number in range(3):
+    for number in range(2):
         assert torch.equal(mine[number][1], other[number][1])  # the center
         assert torch.equal(mine[number][0], other[number][0]) == (number == 0)
 
@@ -240,8 +222,14 @@ def test_a_loader_that_trains_nothing_leaves_the_center_in_place() -> None:
 # -- schedules -----------------------------------------------------------------------------------------------------------
 
 
-def one_cycle(rule: torch.optim.Optimizer) -> LRScheduler:
-    return OneCycleLR(rule, max_lr=0.01, total_steps=13)  # 12 global batches: one step too many is an error
+def scheduled(worker: Worker, make: Any, rate: float = 0.01) -> Any:
+    """(model, rule, loader, schedule), prepared."""
+    model = seeded()
+    rule = torch.optim.SGD(model.parameters(), lr=rate)
+    schedule = make(rule)
+    *found, same = prepare_on(Session(worker), model, rule, numbered(48), schedule, strategy="downpour")
+    assert same is schedule
+    return (*found, schedule)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -249,16 +237,11 @@ def test_a_prepared_scheduler_counts_what_all_have_had(every: int) -> None:
     others_done = threading.Event()
 
     def program(worker: Worker) -> tuple[list[int], int]:
-        model = seeded()
-        rule = torch.optim.SGD(model.parameters(), lr=0.01)
-        schedule = one_cycle(rule)
-        model, rule, loader, same = prepare_on(
-            Session(worker), model, rule, numbered(48), schedule, strategy="downpour"
-        )
-        assert same is schedule
+        # 8 global batches: one step too many is an error
+        model, rule, loader, schedule = scheduled(worker, lambda rule: OneCycleLR(rule, max_lr=0.01, total_steps=9))
         assert type(schedule).__name__ == "OneCycleLR"
         steps, slices = [], 0
-        for epoch in range(3):
+        for epoch in range(2):
             for number, batch in enumerate(loader):
                 if worker.rank == 1 and epoch == 0:
                     assert others_done.wait(WAIT_S)
@@ -275,10 +258,7 @@ def test_a_prepared_scheduler_counts_what_all_have_had(every: int) -> None:
     (first, most), (second, _) = on(2, "downpour", program)
     assert first == second
     assert most >= 7
-    if every == 1:
-        assert first == [4, 8, 12]
-    else:
-        assert first[-1] <= 6
+    assert first == [4, 8] if every == 1 else first[-1] <= 4
 
 
 def test_a_worker_without_rows_is_as_far_with_its_schedule() -> None:
@@ -286,10 +266,7 @@ def test_a_worker_without_rows_is_as_far_with_its_schedule() -> None:
     first_done = threading.Event()
 
     def program(worker: Worker) -> tuple[int, int]:
-        model = seeded()
-        rule = torch.optim.SGD(model.parameters(), lr=0.01)
-        schedule = ExponentialLR(rule, 0.9)
-        model, rule, loader, _ = prepare_on(Session(worker), model, rule, numbered(48), schedule, strategy="downpour")
+        model, rule, loader, schedule = scheduled(worker, lambda rule: ExponentialLR(rule, 0.9))
         batches, steps = iter(loader), 0
         if worker.rank == 1:
             assert first_done.wait(WAIT_S)
@@ -325,61 +302,47 @@ def test_calls_between_passes_and_with_a_metric_are_one_step() -> None:
         assert on(2, "downpour", program) == [(2, pytest.approx(0.025))] * 2
 
 
-def test_a_scheduler_that_was_not_given_is_named_once() -> None:
-    def program(worker: Worker) -> None:
-        model, rule, loader = prepared(worker, "downpour", numbered(48))
-        schedule = ExponentialLR(rule, 0.9)
-        for _ in range(2):
-            for batch in loader:
-                step(model, rule, batch)
+def with_a_schedule_apart(worker: Worker, strategy: str, each: bool) -> None:
+    """A scheduler that was not given to prepare; each: it steps after each batch, else after each pass."""
+    model, rule, loader = prepared(worker, strategy, numbered(48))
+    schedule = ExponentialLR(rule, 0.9)
+    for _ in range(2):
+        for batch in loader:
+            step(model, rule, batch)
+            if each:
                 schedule.step()
-
-    with pytest.warns(UserWarning, match="Give the scheduler, too") as caught:
-        on(2, "downpour", program)
-    assert sum("Give the scheduler" in str(one.message) for one in caught) == 1
-
-
-@pytest.mark.parametrize("strategy", ["downpour", "allreduce"])
-def test_a_rate_that_changes_between_passes_or_in_step_is_nobodys_business(strategy: str) -> None:
-    def program(worker: Worker) -> None:
-        model, rule, loader = prepared(worker, strategy, numbered(48))
-        schedule = ExponentialLR(rule, 0.9)
-        for _ in range(3):
-            for batch in loader:
-                step(model, rule, batch)
-                if strategy == "allreduce":
-                    schedule.step()
+        if not each:
             schedule.step()
 
+
+def test_a_scheduler_that_was_not_given_is_named_once_where_it_matters() -> None:
+    """Not where it changes the rate between passes, nor in step."""
+    with pytest.warns(UserWarning, match="Give the scheduler, too") as caught:
+        on(2, "downpour", lambda worker: with_a_schedule_apart(worker, "downpour", each=True))
+    assert sum("Give the scheduler" in str(one.message) for one in caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        on(2, strategy, program)
+        on(2, "downpour", lambda worker: with_a_schedule_apart(worker, "downpour", each=False))
+        on(2, "allreduce", lambda worker: with_a_schedule_apart(worker, "allreduce", each=True))
 
 
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    other = ExponentialLR(torch.optim.SGD(seeded().parameters(), lr=0.1), 0.9)
-    with pytest.raises(BadInput, match="ExponentialLR is of another optimizer"):
-        prepared(Worker(), "allreduce", other)
-
-
-def test_in_step_a_scheduler_comes_back_as_it_is() -> None:
+def test_in_step_a_scheduler_comes_back_as_it_is_and_one_of_another_optimizer_is_refused() -> None:
     model = seeded()
     rule = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(rule, 0.9)
     *_, same = prepare_on(Session(Worker()), model, rule, schedule)
     assert same is schedule
     assert type(same) is ExponentialLR
+    with pytest.raises(BadInput, match="ExponentialLR is of another optimizer"):
+        prepared(Worker(), "allreduce", schedule)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_server_it_is_said_how_to_have_one() -> None:
+def test_without_its_server_it_is_said_how_to_have_one() -> None:
     with pytest.raises(Unsupported, match=r"manyhands run --strategy downpour:bound=2 SCRIPT"):
         together(2, lambda worker: prepared(worker, "downpour:bound=2"))
-
-
-def test_a_server_of_another_strategy_is_refused() -> None:
     with pytest.raises(BadInput, match="server of another strategy"):
         on(2, "easgd", lambda worker: prepared(worker, "downpour"))
 

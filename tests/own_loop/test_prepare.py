@@ -37,16 +37,18 @@ def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, plain.OPTIMIZERS["sgd"](model)
 
 
-def test_under_mpirun_a_process_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    with pytest.raises(BadInput, match="start with mpirun"):  # it does not know where the others are
-        mh.worker()
-
-
-def test_outside_a_run_there_is_one_worker() -> None:
+def test_a_process_alone_and_one_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mh.worker().rank, mh.worker().size, mh.is_first()) == (0, 1, True)
     assert mh.worker() is mh.worker()
+    monkeypatch.setattr(prepare, "_outside", None)
+    with monkeypatch.context() as patch:
+        patch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        patch.setenv("OMPI_COMM_WORLD_RANK", "1")
+        with pytest.raises(BadInput, match="start with mpirun"):  # it does not know where the others are
+            mh.worker()
+    monkeypatch.setenv("RANK", "1")  # half of torchrun's variables are none
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert mh.worker().size == 1
 
 
 def test_an_engines_worker_is_the_one() -> None:
@@ -98,13 +100,10 @@ def test_weight_is_the_sessions() -> None:
             mh.weight(wrong)
     with pytest.raises(BadInput, match="\"sum\" for a loss that is a sum over rows; not 'mean'"):
         mh.weight("mean")  # type: ignore[arg-type]
-
-
-def test_alone_a_sum_is_the_sum_that_it_is() -> None:
-    model, _ = mh.prepare(*pair())
-    mh.weight("sum")
+    mh.weight("sum")  # alone, that is what it is
     loss = plain.cross_entropy(model, plain.rows(4)) * 4
     expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    optimizer.zero_grad()
     loss.backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
@@ -127,15 +126,14 @@ def test_before_each_gradient_a_strategy_may_act() -> None:
     assert calls == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "hogwild", "quorum", "easgd"])
-def test_alone_what_a_strategy_needs_is_in_this_process(strategy: str) -> None:
+def test_alone_what_a_strategy_needs_is_in_this_process() -> None:
     """Also when a notebook's cell runs again."""
-    for _ in range(2):
+    for strategy in ("downpour", "downpour", "hogwild", "quorum", "easgd"):
         model, rule = mh.prepare(*pair(), strategy=strategy)
         before = plain.flat(model).clone()
         plain.cross_entropy(model, plain.rows(4)).backward()
         rule.step()
-        assert not torch.equal(plain.flat(model), before)
+        assert not torch.equal(plain.flat(model), before), strategy
 
 
 def test_a_strategy_that_acts_before_gradients_says_so() -> None:
@@ -144,12 +142,6 @@ def test_a_strategy_that_acts_before_gradients_says_so() -> None:
         class Hidden(mh.AllReduce):
             def before_backward(self, replica: object, worker: object, state: object) -> None:
                 pass
-
-
-def test_half_of_torchruns_variables_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert mh.worker().size == 1
 
 
 ORDERS = [

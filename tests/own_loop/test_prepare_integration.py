@@ -2,74 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from own_loops import assert_all_are, train_shuffled
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 import plain
 from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
 from manyhands.own_loop.launch import launch, run_script
 from manyhands.strategies.local_sgd import LocalSGD
-from slow_cases import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def train(optimizer: str, prepare: bool, workers: int = 0, accumulate: int = 1) -> Tensor:
-    """39 rows in batches of 12, shuffled by the global generator; three epochs; the flat parameters."""
-    torch.manual_seed(0)
-    model: Any = plain.mlp()
-    rule = plain.OPTIMIZERS[optimizer](model)
-    loader: Any = DataLoader(TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=workers)
-    if prepare:
-        model, rule, loader = mh.prepare(model, rule, loader)
-    schedule = CosineAnnealingLR(rule, 12)
-    for _ in range(3):
-        for i, (x, y) in enumerate(loader):
-            if i % accumulate == 0:
-                rule.zero_grad()
-            plain.cross_entropy(model, (x, y)).backward()
-            if (i + 1) % accumulate == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                rule.step()
-                schedule.step()
-    return plain.flat(model)
-
-
-@pytest.mark.parametrize("optimizer", slow_after(1, ["sgd", "momentum", "adamw"]))
-def test_four_workers_equal_the_plain_script(local: Local, optimizer: str) -> None:
-    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
-    expected = train(optimizer, prepare=False)
-    for got in launch(train, optimizer, True, workers=4, engine=local, threads_per_worker=1):
-        assert (got - expected).abs().max() < 1e-10
-
-
-def test_loader_processes_and_accumulation(local: Local) -> None:
-    """CASE 2: each worker's own loader process loads its rows alone."""
-    expected = train("adamw", False, 0, 2)
-    for got in launch(train, "adamw", True, 1, 2, workers=2, engine=local, threads_per_worker=1):
-        assert (got - expected).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize("strategy", slow_after(1, [LocalSGD(period=3), "local-sgd:period=3"]))
-def test_launch_says_the_strategy(local: Local, strategy: LocalSGD | str) -> None:
-    """All workers end equal, and elsewhere than under allreduce."""
-    first, second = launch(train, "adamw", True, workers=2, strategy=strategy, engine=local, threads_per_worker=1)
-    assert torch.equal(first, second)
-    assert not torch.allclose(first, train("adamw", prepare=False), atol=1e-6)
 
 
 def draw_by_hand(prepare: bool, alike: bool) -> tuple[list[Tensor], Tensor]:
@@ -93,22 +51,6 @@ def draw_by_hand(prepare: bool, alike: bool) -> tuple[list[Tensor], Tensor]:
     return batches, plain.flat(model)
 
 
-def test_three_lines_make_a_hand_drawn_batch_one_process(local: Local) -> None:
-    """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's."""
-    batches, expected = draw_by_hand(prepare=False, alike=True)
-    parts = launch(draw_by_hand, True, True, workers=4, engine=local, threads_per_worker=1)
-    for step, batch in enumerate(batches):
-        assert torch.equal(torch.cat([own[step] for own, _ in parts]), batch)
-    for _, got in parts:
-        assert (got - expected).abs().max() < 1e-10
-
-
-def test_without_them_batches_differ_after_the_first_backward(local: Local, capfd: pytest.CaptureFixture[str]) -> None:
-    (first, _), (second, _) = launch(draw_by_hand, True, False, workers=2, engine=local, threads_per_worker=1)
-    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
-    assert "computed the same gradient in step 0" in capfd.readouterr().err
-
-
 class Shuffled:
     """An iterable of batches that shuffles by Python's own generator, before and while it is read."""
 
@@ -126,18 +68,6 @@ def draw() -> tuple[list[int], float]:
     model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     rows = [row for _ in range(2) for batch in loader for row in batch.tolist()]
     return rows, torch.rand(()).item()
-
-
-def test_one_order_for_all_and_dropout_for_each(local: Local) -> None:
-    """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
-    (first, noise), (second, other_noise) = launch(draw, workers=2, engine=local)
-    both = [
-        a + b for a, b in zip(*([rows[i : i + 2] for i in range(0, 12, 2)] for rows in (first, second)), strict=True)
-    ]
-    for epoch in (both[:3], both[3:]):
-        assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
-    assert all(len({row // 100 for row in batch}) == 1 for batch in both)
-    assert noise != other_noise
 
 
 class Drawn(IterableDataset[Tensor]):
@@ -174,12 +104,91 @@ def train_on_drawn(kind: str) -> tuple[float, float]:
     return model.weight.item(), torch.rand(()).item()
 
 
-@pytest.mark.parametrize("kind", slow_after(1, ["stream", "loader"]))
-def test_a_loader_that_draws_its_batches_gives_one_processs(local: Local, kind: str) -> None:
+def apart_by_hand() -> tuple[list[Tensor], str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        batches, _ = draw_by_hand(prepare=True, alike=False)
+    return batches, " ".join(str(one.message) for one in told)
+
+
+PROGRAMS: dict[int, dict[str, Callable[[], Any]]] = {
+    2: {
+        "loader processes": lambda: train_shuffled("adamw", True, processes=1, accumulate=2),
+        "shuffled": draw,
+        "apart by hand": apart_by_hand,
+        "a stream": lambda: train_on_drawn("stream"),
+        "a loader": lambda: train_on_drawn("loader"),
+    },
+    4: {"train": lambda: train_shuffled("adamw", True), "by hand": lambda: draw_by_hand(prepare=True, alike=True)},
+}
+"""By number of workers; each has a session of its own."""
+
+
+def run_all(programs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    found = {}
+    for name, program in programs.items():
+        mh.worker().prepared = None
+        gc.collect()
+        found[name] = program()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(local: Local) -> dict[int, list[dict[str, Any]]]:
+    """What each worker found, by the number of workers."""
+    return {
+        size: launch(run_all, programs, workers=size, engine=local, threads_per_worker=1)
+        for size, programs in PROGRAMS.items()
+    }
+
+
+def test_four_workers_equal_the_plain_script(ran: dict[int, list[dict[str, Any]]]) -> None:
+    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
+    assert_all_are([own["train"] for own in ran[4]], train_shuffled("adamw", prepare=False))
+
+
+def test_loader_processes_and_accumulation(ran: dict[int, list[dict[str, Any]]]) -> None:
+    """CASE 2: each worker's own loader process loads its rows alone."""
+    assert_all_are([own["loader processes"] for own in ran[2]], train_shuffled("adamw", False, accumulate=2))
+
+
+def test_three_lines_make_a_hand_drawn_batch_one_process(ran: dict[int, list[dict[str, Any]]]) -> None:
+    """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's.
+
+    Without them batches differ after the first backward.
+    """
+    batches, expected = draw_by_hand(prepare=False, alike=True)
+    for step, batch in enumerate(batches):
+        assert torch.equal(torch.cat([own["by hand"][0][step] for own in ran[4]]), batch)
+    assert_all_are([own["by hand"][1] for own in ran[4]], expected)
+    (first, said), (second, _) = (own["apart by hand"] for own in ran[2])
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
+    assert "computed the same gradient in step 0" in said
+
+
+def test_one_order_for_all_and_dropout_for_each(ran: dict[int, list[dict[str, Any]]]) -> None:
+    """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
+    (first, noise), (second, other_noise) = (own["shuffled"] for own in ran[2])
+    both = [first[i : i + 2] + second[i : i + 2] for i in range(0, 12, 2)]
+    for epoch in (both[:3], both[3:]):
+        assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
+    assert all(len({row // 100 for row in batch}) == 1 for batch in both)
+    assert noise != other_noise
+
+
+@pytest.mark.parametrize("kind", ["stream", "loader"])
+def test_a_loader_that_draws_its_batches_gives_one_processs(kind: str, ran: dict[int, list[dict[str, Any]]]) -> None:
     """After the first backward too, and in the next pass."""
-    (expected, following), together = train_on_drawn(kind), launch(train_on_drawn, kind, workers=2, engine=local)
-    assert [abs(weight - expected) < 1e-12 for weight, _ in together] == [True, True]
-    assert together[0][1] == following
+    (expected, following), several = train_on_drawn(kind), [own[f"a {kind}"] for own in ran[2]]
+    assert [abs(weight - expected) < 1e-12 for weight, _ in several] == [True, True]
+    assert several[0][1] == following
+
+
+def test_launch_says_the_strategy() -> None:
+    """All workers end equal, and elsewhere than under allreduce."""
+    first, second = launch(train_shuffled, "adamw", True, workers=2, strategy=LocalSGD(period=3), engine=Sim())
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, train_shuffled("adamw", prepare=False), atol=1e-6)
 
 
 class Entropy:
@@ -198,14 +207,13 @@ def train_on_entropy() -> None:
         model(x).sum().backward()
 
 
-def test_a_loader_that_gives_each_worker_other_batches_is_named(local: Local) -> None:
+def test_a_loader_that_gives_each_worker_other_batches_is_named() -> None:
     with pytest.raises(mh.BadInput, match="different batches"):
-        launch(train_on_entropy, workers=2, engine=local)
+        launch(train_on_entropy, workers=2, engine=Sim())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
-def test_mh_train_names_it_too(local: Local, strategy: str) -> None:
+def test_mh_train_names_it_too(strategy: str) -> None:
     task = mh.Task(
         model=lambda: nn.Linear(1, 1),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -214,7 +222,7 @@ def test_mh_train_names_it_too(local: Local, strategy: str) -> None:
         epochs=1,
     )
     with pytest.raises(mh.BadInput, match="different batches"):
-        mh.train(task, workers=2, strategy=strategy, engine=local)
+        mh.train(task, workers=2, strategy=strategy, engine="sim")
 
 
 class EntropyRows(IterableDataset[Tensor]):
@@ -222,7 +230,7 @@ class EntropyRows(IterableDataset[Tensor]):
         return (row for batch in Entropy() for row in batch)
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["plain.py", "gan.py"]))
+@pytest.mark.parametrize("name", ["plain.py", pytest.param("gan.py", marks=pytest.mark.slow)])
 def test_examples_run_alone_and_together(
     local: Local, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,13 +250,11 @@ def test_examples_run_alone_and_together(
 
 TORCHRUN = """
 import torch
-from test_prepare_integration import train
+from own_loops import train_shuffled
 import manyhands as mh
-for optimizer in ("adamw",):
-    got, worker = train(optimizer, prepare=True), mh.worker()
-    print("size", worker.size)
-    others = worker.group.all_gather(got)
-    torch.save(others, "all.pt")
+got, worker = train_shuffled("adamw", prepare=True), mh.worker()
+print("size", worker.size)
+torch.save(worker.group.all_gather(got), "all.pt")
 """
 
 
@@ -269,7 +275,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("size 2") == 1
     both = torch.load(tmp_path / "all.pt")
     assert torch.equal(both[0], both[1])
-    assert (both[0] - train("adamw", prepare=False)).abs().max() < 1e-10
+    assert (both[0] - train_shuffled("adamw", prepare=False)).abs().max() < 1e-10
     assert not list(tmp_path.glob("manyhands*"))
 
 

@@ -73,9 +73,6 @@ def rows_used(everybody: list[list[tuple[list[int], float]]]) -> list[list[int]]
     return [[row for rows, weight in tick for row in rows if weight] for tick in zip(*everybody, strict=True)]
 
 
-# -- one worker ------------------------------------------------------------------------------------------------------
-
-
 def test_one_worker_gets_what_the_plain_loader_gives() -> None:
     """CASE 1: the same batches and the same random numbers after them, through iter() and next() as well."""
     loader = loader_of(shuffle=True)
@@ -85,11 +82,6 @@ def test_one_worker_gets_what_the_plain_loader_gives() -> None:
     shared = PreparedLoader(loader, Session(Worker()))
     got = [*shared, torch.rand(3), next(iter(shared)), torch.rand(3)]
     assert repr(expected) == repr(got)
-
-
-def test_the_plain_loaders_attributes_are_there() -> None:
-    loader = loader_of()
-    shared = PreparedLoader(loader, Session(Worker()))
     assert (len(shared), shared.batch_size, shared.dataset, shared.sampler) == (4, 12, loader.dataset, loader.sampler)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = shared.nonsense
@@ -98,10 +90,12 @@ def test_the_plain_loaders_attributes_are_there() -> None:
 # -- several workers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Numbers, Count])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("make", "size"), [(Numbers, 4), (Count, 3)])
 def test_every_row_is_handed_out_once_in_its_global_batch(make: Any, size: int) -> None:
-    """CASES 2 and 18: each rank has its slice of each batch; a rank without rows gets two rows of weight 0."""
+    """CASES 2 and 18: each rank has its slice of each batch; a rank without rows gets two rows of weight 0.
+
+    Of a batch of one row they are twice that row: batch norm cannot train on one.
+    """
     everybody = together(size, lambda worker: shares(worker, DataLoader(make(39), batch_size=12)))
     assert rows_used(everybody) == [list(range(start, min(start + 12, 39))) for start in (0, 12, 24, 36)]
     for rank, mine in enumerate(everybody):
@@ -110,13 +104,8 @@ def test_every_row_is_handed_out_once_in_its_global_batch(make: Any, size: int) 
             assert (rows, weight) == (
                 (list(range(start + begin, start + end)), end - begin) if end > begin else ([start, start + 1], 0)
             )
-
-
-def test_a_last_batch_of_one_row_gives_stand_ins_of_two() -> None:
-    """Batch-norm cannot train on one row."""
-    for make in (Numbers, Count):
-        everybody = together(3, lambda worker: shares(worker, DataLoader(make(7), batch_size=6)))  # noqa: B023
-        assert [mine[-1] for mine in everybody] == [([6, 6], 0.0), ([6, 6], 0.0), ([6], 1.0)]
+    everybody = together(3, lambda worker: shares(worker, DataLoader(make(7), batch_size=6)))
+    assert [mine[-1] for mine in everybody] == [([6, 6], 0.0), ([6, 6], 0.0), ([6], 1.0)]
 
 
 def test_drop_last_and_the_users_own_sampler_are_kept() -> None:
@@ -146,31 +135,39 @@ def test_the_users_generator_gives_one_order_even_if_seeded_apart() -> None:
     assert rows_used(together(2, program)) == [batch.tolist() for _ in range(2) for batch in loader]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"replacement": True, "num_samples": 100}], ids=["permuted", "replaced"])
+def passes_left_early(prepared: Callable[[DataLoader[Any]], Any], options: dict[str, Any], processes: int) -> list[Any]:
+    """(batches, state of the user's generator) of passes that are left after so many batches, or held."""
+    generator = torch.Generator().manual_seed(5)
+    sampler = RandomSampler(Numbers(40), generator=generator, **options)
+    loader = prepared(
+        DataLoader(Numbers(40), batch_size=8, sampler=sampler, generator=generator, num_workers=processes)
+    )
+    found: list[Any] = []
+    for last in (2, 1, 99, 3):
+        batches = [batch for _, batch in zip(range(last), loader, strict=False)]  # asks for one more than it takes
+        found.append((batches, generator.get_state()))
+    held = iter(loader)
+    found.append(([], generator.get_state()))  # a pass that has begun, and gave nothing yet
+    found.append(([next(held)], generator.get_state()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [({}, 0), ({"replacement": True, "num_samples": 100}, 0), pytest.param({}, 1, marks=pytest.mark.slow)],
+    ids=["permuted", "replaced", "loader processes"],
+)
 def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_does(
     options: dict[str, Any], processes: int
 ) -> None:
     """Its next pass has the same order, and so has a pass that is held and never left."""
+    alone = passes_left_early(lambda loader: loader, options, processes)
 
-    def passes(prepared: Callable[[DataLoader[Any]], Any]) -> list[Any]:
-        generator = torch.Generator().manual_seed(5)
-        sampler = RandomSampler(Numbers(40), generator=generator, **options)
-        loader = prepared(
-            DataLoader(Numbers(40), batch_size=8, sampler=sampler, generator=generator, num_workers=processes)
-        )
-        found = []
-        for last in (2, 1, 99, 3):
-            batches = [batch for _, batch in zip(range(last), loader, strict=False)]  # asks for one more than it takes
-            found.append((batches, generator.get_state()))
-        held = iter(loader)
-        found.append(([], generator.get_state()))  # a pass that has begun, and gave nothing yet
-        found.append(([next(held)], generator.get_state()))
-        return found
+    def program(worker: Worker | None = None) -> list[Any]:
+        session = Session(worker or mh.worker())
+        return passes_left_early(lambda loader: PreparedLoader(loader, session), options, processes)
 
-    alone = passes(lambda loader: loader)
-    both = mh.launch(lambda: passes(lambda loader: PreparedLoader(loader, Session(mh.worker()))), workers=2)
+    both = mh.launch(program, workers=2) if processes else together(2, program)
     for (batches, state), *halves in zip(alone, *both, strict=True):
         assert all(torch.equal(state, own) for _, own in halves)
         assert [batch.tolist() for batch in batches] == [
@@ -211,7 +208,7 @@ class OwnIterator(DataLoader[Any]):
         return iter([torch.arange(4), torch.arange(4, 8)])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_loader_with_an_iter_of_its_own_is_iterated(size: int) -> None:
     def program(worker: Worker) -> list[list[int]]:
         loader = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
@@ -227,33 +224,19 @@ def test_a_loader_with_an_iter_of_its_own_is_iterated(size: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("differs", [0, 1])
-def test_batches_that_differ_by_rank_are_named_before_they_are_cut(differs: int) -> None:
-    """From the first pass's first batch, or from its second, which comes after a backward."""
+def test_batches_that_differ_by_rank_are_named_before_they_are_cut() -> None:
+    """From the first pass's first batch, or from its second, which comes after a backward, or of which one rank has none."""
 
-    def program(worker: Worker) -> list[Any]:
+    def program(worker: Worker, differs: int) -> list[Any]:
         batches = [torch.arange(4), torch.arange(4)]
         batches[differs] = batches[differs] + worker.rank
         return list(PreparedLoader(batches, Session(worker)))
 
-    with pytest.raises(BadInput, match="workers 0 and 1 read different batches.*seed .* alike"):
-        together(2, program)
-
-
-def test_more_batches_on_one_rank_than_on_another_are_named() -> None:
+    for differs in (0, 1):
+        with pytest.raises(BadInput, match="workers 0 and 1 read different batches.*seed .* alike"):
+            together(2, lambda worker: program(worker, differs))  # noqa: B023
     with pytest.raises(BadInput, match="0 and 1 read different batches .digests .* and None"):
         together(2, lambda worker: list(PreparedLoader([torch.arange(4)] * (2 - worker.rank), Session(worker))))
-
-
-def test_set_epoch_reaches_dataset_and_sampler() -> None:
-    heard = []
-
-    class Knows(Numbers):
-        def set_epoch(self, epoch: int) -> None:
-            heard.append(epoch)
-
-    PreparedLoader(DataLoader(Knows(4)), Session(Worker())).set_epoch(3)
-    assert heard == [3]
 
 
 # -- stand-ins -------------------------------------------------------------------------------------------------------
@@ -330,7 +313,7 @@ def test_a_dataloader_is_shared_in_place() -> None:
     assert together(2, program) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_a_dataloader_of_an_earlier_session_is_shared_anew() -> None:
+def test_a_dataloader_of_an_earlier_session_is_shared_anew_and_others_of_its_class_are_nobodys() -> None:
     loader = DataLoader(Numbers(4), batch_size=2)
     first, second = Session(Worker()), Session(Worker())
     share(loader, first)
@@ -338,6 +321,9 @@ def test_a_dataloader_of_an_earlier_session_is_shared_anew() -> None:
     assert share(loader, second) is loader
     assert (type(loader)._prepared.session, type(loader)) == (second, kind)  # type: ignore[attr-defined]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    other = kind(Numbers(2), batch_size=1)
+    assert type(other) is DataLoader
+    assert [batch.tolist() for batch in other] == [[0], [1]]
 
 
 class Remembers(DataLoader[Any]):
@@ -353,51 +339,44 @@ class Remembers(DataLoader[Any]):
         self.epoch = epoch
 
 
-def test_the_loader_and_what_is_iterated_have_one_state() -> None:
-    loader = Remembers(Numbers(4), batch_size=2)
+def test_the_loader_its_dataset_and_what_is_iterated_have_one_state() -> None:
+    loader: Any = Remembers(Numbers(4), batch_size=2)
     share(loader, Session(Worker()))
     assert len(list(loader)) == 2
-    assert (loader.begun, loader.plain.begun) == (1, 1)  # type: ignore[attr-defined]
+    assert (loader.begun, loader.plain.begun) == (1, 1)
     loader.set_epoch(3)
-    assert (loader.epoch, loader.plain.epoch) == (3, 3)  # type: ignore[attr-defined]
+    assert (loader.epoch, loader.plain.epoch) == (3, 3)
     loader.begun = 7
-    assert loader.plain.begun == 7  # type: ignore[attr-defined]
+    assert loader.plain.begun == 7
+    heard = []
+
+    class Knows(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            heard.append(epoch)
+
+    PreparedLoader(DataLoader(Knows(4)), Session(Worker())).set_epoch(3)
+    assert heard == [3]
 
 
-def test_a_loader_made_in_the_class_of_a_shared_one_is_nobodys() -> None:
-    loader = DataLoader(Numbers(4), batch_size=2)
-    share(loader, Session(Worker()))
-    other = type(loader)(Numbers(2), batch_size=1)
-    assert type(other) is DataLoader
-    assert [batch.tolist() for batch in other] == [[0], [1]]
+def test_what_cannot_be_shared_in_place_gets_a_wrapper() -> None:
+    """A class that cannot be derived from, and what several workers of a process hold. As data it is the loader it was."""
 
-
-def test_a_class_that_cannot_be_derived_from_gets_a_wrapper() -> None:
     class Strict(DataLoader[Any]):
         def __init_subclass__(cls, *, name: str) -> None:
             raise AssertionError("nobody names it")
 
-    loader = Strict(Numbers(4), batch_size=2)
+    loader: Any = Strict(Numbers(4), batch_size=2)
     assert isinstance(share(loader, Session(Worker())), PreparedLoader)
     assert type(loader) is Strict
-
-
-def test_all_rows_of_a_shared_loader_are_read_where_it_is_data() -> None:
-    """Of a task, of `run.predict`, and of simulated workers: it is the loader that it was."""
     loader = DataLoader(Numbers(6), batch_size=2, shuffle=True)
+    assert isinstance(share(loader, Session(Worker(shares_process=True))), PreparedLoader)
+    assert type(loader) is DataLoader
     share(loader, Session(Worker(size=2)))
     assert open_source(loader).rows == 6
     assert type(open_source(loader)) is type(open_source(DataLoader(Numbers(6), batch_size=2, shuffle=True)))
     shared = share(loader, Session(Worker(shares_process=True)))
     assert isinstance(shared, PreparedLoader)
     assert type(shared.plain) is DataLoader
-
-
-def test_a_dataloader_that_several_workers_of_a_process_hold_stays_as_it_is() -> None:
-    loader = DataLoader(Numbers(4), batch_size=2)
-    shared = share(loader, Session(Worker(shares_process=True)))
-    assert isinstance(shared, PreparedLoader)
-    assert type(loader) is DataLoader
 
 
 def test_what_follows_a_loop_that_ended_on_a_stand_in_counts_again() -> None:
@@ -452,10 +431,10 @@ def stop_early(worker: Worker, *, then: str) -> Tensor:
     return plain.flat(model).clone()
 
 
-@pytest.mark.parametrize("then", ["finish", "iterate", "nothing"])
-def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish(then: str) -> None:
-    first, second = together(2, lambda worker: stop_early(worker, then=then))
-    assert torch.equal(first, second) == (then != "nothing")
+def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish() -> None:
+    for then in ("finish", "iterate", "nothing"):
+        first, second = together(2, lambda worker: stop_early(worker, then=then))  # noqa: B023
+        assert torch.equal(first, second) == (then != "nothing"), then
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer took a step")
@@ -495,12 +474,7 @@ def test_loaders_that_cannot_be_shared_out() -> None:
             PreparedLoader(wrong, Session(Worker(size=size)))
 
 
-def test_workers_must_have_the_same_data() -> None:
-    with pytest.raises(BadInput, match="rank 0: rows 8, batches 2; rank 1: rows 12, batches 3"):
-        together(2, lambda worker: shares(worker, DataLoader(Numbers(8 + 4 * worker.rank), batch_size=4)))
-
-
-def test_samplers_whose_length_is_unknown_or_wrong() -> None:
+def test_what_cannot_be_read_alike_is_named() -> None:
     class Endless(RandomSampler):
         def __iter__(self) -> Iterator[int]:
             while True:
@@ -510,15 +484,14 @@ def test_samplers_whose_length_is_unknown_or_wrong() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[0, 1]])
 
-    with pytest.raises(BadInput, match=r"batch sampler is 2, and it gave more"):
-        together(2, lambda w: shares(w, DataLoader(Numbers(8), batch_size=4, sampler=Endless(Numbers(8)))))
-    with pytest.raises(BadInput, match="no len"):
-        together(2, lambda w: shares(w, DataLoader(Numbers(8), batch_sampler=Unsized())))
-
-
-def test_a_batch_without_rows() -> None:
-    with pytest.raises(BadInput, match="an empty batch"):
-        together(2, lambda worker: list(PreparedLoader([torch.zeros(0, 2)], Session(worker))))
+    for make, message in (
+        (lambda rank: DataLoader(Numbers(8 + 4 * rank), 4), "rank 0: rows 8, batches 2; rank 1: rows 12, batches 3"),
+        (lambda rank: DataLoader(Numbers(8), 4, sampler=Endless(Numbers(8))), "batch sampler is 2, and it gave more"),
+        (lambda rank: DataLoader(Numbers(8), batch_sampler=Unsized()), "no len"),
+        (lambda rank: [torch.zeros(0, 2)], "an empty batch"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            together(2, lambda worker: shares(worker, make(worker.rank)))  # noqa: B023
 
 
 def test_numpy_and_nested_batches_are_cut() -> None:

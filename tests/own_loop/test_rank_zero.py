@@ -3,7 +3,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from manyhands.worker import Worker, current, set_current
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Everything that quietness changes is put back after the test; what the ranks' files are left to, see rank_files."""
+def kept_apart(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the ranks' files are left to, see rank_files; everything that quietness changes is put back after the test."""
     kept_apart: list[object] = []
     monkeypatch.setattr(rank_zero, "_quiet", False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
@@ -28,26 +27,27 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return kept_apart
 
 
-def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
+def test_the_first_rank_is_as_it_was(capsys: pytest.CaptureFixture[str], kept_apart: list[object]) -> None:
+    rank_zero.mute_nonzero_ranks(Worker(), 7.0)
+    assert not kept_apart  # of one worker
     worker = Worker(rank=0, size=4)
     rank_zero.mute_nonzero_ranks(worker, 7.0)
     print("heard")
     assert capsys.readouterr() == ("heard\n", "")
-    assert restored == [(worker.group, 7.0)]
+    assert kept_apart == [(worker.group, 7.0)]
 
 
-def test_one_worker_keeps_nothing_apart(restored: list[object]) -> None:
-    rank_zero.mute_nonzero_ranks(Worker(), 7.0)
-    assert not restored
-
-
-def test_others_print_nothing(capsys: pytest.CaptureFixture[str], restored: list[object]) -> None:
+@pytest.mark.parametrize("rank", [1, 2])
+def test_others_print_nothing_and_one_rank_says_so_for_all(
+    rank: int, capsys: pytest.CaptureFixture[str], kept_apart: list[object]
+) -> None:
     for _ in range(2):
-        rank_zero.mute_nonzero_ranks(Worker(rank=1, size=4), 7.0)
+        rank_zero.mute_nonzero_ranks(Worker(rank=rank, size=4), 7.0)
     print("unheard")
     sys.stdout.close()
-    assert capsys.readouterr() == ("", "manyhands: workers 1 to 3 of 4 print nothing to standard output\n")
-    assert len(restored) == 2  # each group's collectives count
+    said = "manyhands: workers 1 to 3 of 4 print nothing to standard output\n" if rank == 1 else ""
+    assert capsys.readouterr() == ("", said)
+    assert len(kept_apart) == 2  # each group's collectives count
 
 
 def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,25 +61,8 @@ def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[
     sys.stdout.close()
 
 
-def test_one_rank_says_so_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    rank_zero.mute_nonzero_ranks(Worker(rank=2, size=4), 7.0)
-    sys.stdout.close()
-    assert capsys.readouterr() == ("", "")
-
-
-def as_rank(rank: int, action: Callable[[], object]) -> None:
-    before = current()
-    set_current(Worker(rank=rank, size=3))
-    try:
-        action()
-    finally:
-        set_current(before)
-
-
 def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def script() -> None:
-        worker = current()
-        assert worker is not None
+    def script(worker: Worker) -> None:
         text = str(worker.rank)
         print("I am", text)
         for name in ("all", f"own-{text}"):
@@ -87,9 +70,12 @@ def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str]
             first_was_here = name == "all" and worker.rank == 2
             assert (tmp_path / name).read_text() == ("0" if first_was_here else text)
 
+    before = current()
     with rank_zero.only_first_speaks(3):
         for rank in (1, 0, 2):
-            as_rank(rank, script)
+            set_current(worker := Worker(rank=rank, size=3))
+            script(worker)
+            set_current(before)
         (tmp_path / "nobody").touch()
     print("heard")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {

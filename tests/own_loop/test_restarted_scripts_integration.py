@@ -75,34 +75,26 @@ def test_a_run_that_its_launcher_starts_again_is_resumed(words: list[str], tmp_p
     assert claim.number == 2
 
 
-@pytest.mark.parametrize(
-    ("environment", "count"),
-    [
+def test_how_often_the_launcher_has_started_again() -> None:
+    for environment, count in (
         ({}, 0),
         ({"TORCHELASTIC_RESTART_COUNT": "0"}, 0),
         ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
         ({"TORCHELASTIC_RESTART_COUNT": "0", "MANYHANDS_RESTART_COUNT": "1"}, 1),
         ({"TORCHELASTIC_RESTART_COUNT": "many"}, 0),
-    ],
-)
-def test_how_often_the_launcher_has_started_again(environment: dict[str, str], count: int) -> None:
-    assert restart_count(environment) == count
+    ):
+        assert restart_count(environment) == count, environment
 
 
-@pytest.mark.parametrize("survive", ["max_losses=1", "max_losses=any,max_restarts=1", "min_workers=2"])
-def test_a_launchers_workers_cannot_go_on_without_one(
-    survive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launchers_workers_cannot_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the whole run can start again: what else is asked for is refused, with that as the way."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(mh.Unsupported, match="max_restarts alone") as caught:
-        mh.train(plain.task(), engine="torchrun", survive=survive, run_dir=tmp_path / "run")
-    assert caught.value.exit_code == 2
-    assert not (tmp_path / "run").exists()
-
-
-def test_one_worker_in_this_process_is_not_run_again(tmp_path: Path) -> None:
+    for survive in ("max_losses=1", "max_losses=any,max_restarts=1", "min_workers=2"):
+        with pytest.raises(mh.Unsupported, match="max_restarts alone") as caught:
+            mh.train(plain.task(), engine="torchrun", survive=survive, run_dir=tmp_path / "run")
+        assert caught.value.exit_code == 2
+        assert not (tmp_path / "run").exists()
     (tmp_path / "script.py").write_text("")
     with pytest.raises(mh.Unsupported, match="several workers"):
         run_script(tmp_path / "script.py", workers=1, max_restarts=1)

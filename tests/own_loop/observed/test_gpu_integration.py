@@ -17,7 +17,7 @@ SCRIPTS, SOURCE = Path(__file__).parent / "scripts", Path(__file__).resolve().pa
 TO_SCRIPT = ["-m", "manyhands", "run", "--auto", "-n", "2", "--share-gpu"]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
@@ -26,27 +26,24 @@ pytestmark = [
 def ran(folder: Path, *words: str) -> str:
     """What a Python command prints, which ends well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([sys.executable, *words], **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
+    (folder / "script.py").write_text(textwrap.dedent(text))
+    return str(folder / "script.py")
 
 
 def dumps(folder: Path, path: str, *args: str) -> tuple[Any, Any, str]:
     """What one process and two workers on one GPU record, and what the latter say."""
     ran(folder, path, *args, "--dump", "alone.pt")
     said = ran(folder, *TO_SCRIPT, path, *args, "--dump", "workers.pt")
-    one, several = (
-        torch.load(folder / name, weights_only=False, map_location="cpu") for name in ("alone.pt", "workers.pt")
-    )
-    return one, several, said
+    return *(
+        torch.load(folder / f"{name}.pt", weights_only=False, map_location="cpu") for name in ("alone", "workers")
+    ), said
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,110 +22,45 @@ def decided(loops: Loops, scale: Scale = Scale.MEAN, line: tuple[str, int] = LIN
         loops.decided(fed, line, scale)
 
 
-def test_whole_then_a_probe_then_slices() -> None:
-    loops = Loops()
-    for epoch in range(2):
-        one = loops.iterated(TRAIN)
-        deals = []
-        for _ in range(4):
-            deals.append(loops.fetched(one))
-            decided(loops)
-        loops.ended(one)
-        assert (
-            deals == ([PassDeal.WHOLE, PassDeal.PROBE] if epoch == 0 else [PassDeal.SLICE] * 2) + [PassDeal.SLICE] * 2
-        )
+SITES = {"t": TRAIN, "e": TEST, "o": OTHER}
+SCRIPTS = {
+    "whole, then a probe, then slices": ("+t t! t! t! t! -t +t t! t! -t", "WPSSSS", "t"),
+    "evaluation before, inside and after": (
+        "+e e e e -e +t t +e e e -e ! +e e e -e t ! +e e e -e t +e e e -e ! -t +e e e -e",
+        "WWW W WW WW P WW S WW WW",
+        "t",
+    ),
+    "batches without autograd are whole": ("+t t! t! t! t? t! t? t!", "WPSWSWS", "t"),
+    "a backward makes an evaluation's site train": ("+e e e e! e! e!", "WWWPS", "e"),
+    "two loaders zipped": ("+t +o t o ! t o ! t o !", "WWPPSS", "to"),
+    "an iterator that was made before the loop": ("+e +t t e ! t e ! t e !", "WWPPSS", "te"),
+    "a task of an outer loader makes an inner one": (
+        "+e e +t t! -t e +t t! -t e +t t! -t e +t t! -t",
+        "WW WP WS WS",
+        "t",
+    ),
+    "one batch of a fresh iterator each step": ("+t t -t ! +t t -t ! +t t -t ! +t t -t !", "WPSS", "t"),
+    "a look at one batch of another loader": ("+t t +e e -e ! t +e e -e ! t +e e -e ! t +e e -e !", "WW PW SW SW", "t"),
+}
+"""Of each: + a pass begins at the site, its letter fetches a batch (? without autograd), ! a backward, - it ends; what its
+batches are (whole, probe, slice); which sites train."""
 
 
-def test_evaluation_stays_whole_before_inside_and_after_training() -> None:
-    loops = Loops()
-
-    def evaluate() -> None:
-        one = loops.iterated(TEST)
-        assert [loops.fetched(one) for _ in range(3)] == [PassDeal.WHOLE] * 3
-        loops.ended(one)
-
-    evaluate()
-    training = loops.iterated(TRAIN)
-    for _ in range(5):
-        loops.fetched(training)
-        evaluate()
-        decided(loops)
-        evaluate()
-    loops.ended(training)
-    evaluate()
-    assert not loops.sites[TEST].training
-
-
-def test_a_batch_that_is_fetched_without_autograd_is_whole() -> None:
-    loops = Loops()
-    one = loops.iterated(TRAIN)
-    for _ in range(3):
-        loops.fetched(one)
-        decided(loops)
-    assert loops.fetched(one, autograd=False) is PassDeal.WHOLE
-    assert loops.fetched(one) is PassDeal.SLICE
-
-
-def test_a_backward_at_an_evaluation_site_makes_it_a_training_site_from_its_next_batch_on() -> None:
-    loops = Loops()
-    one = loops.iterated(TEST)
-    assert [loops.fetched(one) for _ in range(3)] == [PassDeal.WHOLE] * 3
-    decided(loops)
-    assert loops.fetched(one) is PassDeal.PROBE
-
-
-def test_two_loaders_zipped_are_shared_together() -> None:
-    loops = Loops()
-    one, other = loops.iterated(TRAIN), loops.iterated(OTHER)
-    for expected in (PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE):
-        assert [loops.fetched(one), loops.fetched(other)] == [expected] * 2
-        decided(loops)
-
-
-def test_an_iterator_made_before_the_loop_goes_along_with_it() -> None:
-    loops = Loops()
-    other, one = loops.iterated(TEST), loops.iterated(TRAIN)
-    for expected in (PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE):
-        assert [loops.fetched(one), loops.fetched(other)] == [expected] * 2
-        decided(loops)
-
-
-def test_an_outer_loader_whose_batch_makes_the_inner_one_is_not_shared() -> None:
-    """Each task of an outer loader has a loader of its own."""
-    loops = Loops()
-    outer = loops.iterated(TEST)
-    for _ in range(4):
-        assert loops.fetched(outer) is PassDeal.WHOLE
-        inner = loops.iterated(TRAIN)
-        loops.fetched(inner)
-        decided(loops)
-        loops.ended(inner)
-    assert loops.sites[TRAIN].training
-    assert not loops.sites[TEST].training
-
-
-def test_one_batch_of_a_fresh_iterator_at_each_step() -> None:
-    """`next(iter(loader))`: the pass is over before its backward comes."""
-    loops = Loops()
-    deals = []
-    for _ in range(4):
-        one = loops.iterated(TRAIN)
-        deals.append(loops.fetched(one))
-        loops.ended(one)
-        decided(loops)
-    assert deals == [PassDeal.WHOLE, PassDeal.PROBE, PassDeal.SLICE, PassDeal.SLICE]
-
-
-def test_a_look_at_one_batch_of_another_loader_does_not_share_it() -> None:
-    loops = Loops()
-    training = loops.iterated(TRAIN)
-    for _ in range(4):
-        loops.fetched(training)
-        look = loops.iterated(TEST)
-        assert loops.fetched(look) is PassDeal.WHOLE
-        loops.ended(look)
-        decided(loops)
-    assert not loops.sites[TEST].training
+def test_what_each_batch_is() -> None:
+    for name, (script, expected, training) in SCRIPTS.items():
+        loops, passes, deals = Loops(), dict[str, Pass](), ""
+        for event in script.replace("!", " !").split():
+            letter = event.strip("+-?")
+            if event[0] == "+":
+                passes[letter] = loops.iterated(SITES[letter])
+            elif event[0] == "-":
+                loops.ended(passes[letter])
+            elif event == "!":
+                decided(loops)
+            else:
+                deals += loops.fetched(passes[letter], autograd="?" not in event).name[0]
+        assert deals == expected.replace(" ", ""), name
+        assert {site for site, one in loops.sites.items() if one.training} == {SITES[key] for key in training}, name
 
 
 def test_a_loop_that_fetches_one_batch_ahead() -> None:
@@ -137,7 +71,6 @@ def test_a_loop_that_fetches_one_batch_ahead() -> None:
     for _ in range(4):
         loops.fetched(one)
         fed = loops.backward(LINE, lambda one: 1)
-        assert fed is not None
         seen.append(fed.deal)
         if fed.deal is PassDeal.PROBE:
             loops.decided(fed, LINE, Scale.SUM)
@@ -152,10 +85,8 @@ def test_every_backward_has_a_scale_of_its_own() -> None:
         decided(loops, Scale.MEAN)
         decided(loops, Scale.SUM, second)
     assert loops.fetched(one) is PassDeal.SLICE
-    first, other = loops.backward(LINE), loops.backward(second)
-    assert first is not None
-    assert other is not None
-    assert (first.scale, other.scale) == (Scale.MEAN, Scale.SUM)
+    scales = [fed and fed.scale for fed in (loops.backward(LINE), loops.backward(second))]
+    assert scales == [Scale.MEAN, Scale.SUM]
 
 
 def test_a_backward_that_is_unclear_is_tried_again_four_times_at_most() -> None:
@@ -166,7 +97,6 @@ def test_a_backward_that_is_unclear_is_tried_again_four_times_at_most() -> None:
     for tried in range(1, PROBES + 1):
         assert loops.fetched(one) is PassDeal.PROBE
         fed = loops.backward(LINE)
-        assert fed is not None
         assert loops.decided(fed, LINE, None) is (tried < PROBES)
 
 
@@ -189,16 +119,10 @@ def test_a_backward_without_a_batch_is_of_none() -> None:
     assert loops.backward(LINE) is None
 
 
-SITES = [TRAIN, TEST, OTHER, Site("train.py", 40, 4)]
+PLACES = [TRAIN, TEST, OTHER, Site("train.py", 40, 4)]
+KINDS = {"iterate": 3, "fetch": 5, "fetch without autograd": 5, "backward": 2, "end": 5}  # with the largest number
 EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("iterate"), st.integers(0, 3)),
-        st.tuples(st.just("fetch"), st.integers(0, 5)),
-        st.tuples(st.just("fetch without autograd"), st.integers(0, 5)),
-        st.tuples(st.just("backward"), st.integers(0, 2)),
-        st.tuples(st.just("end"), st.integers(0, 5)),
-    ),
-    max_size=80,
+    st.one_of(*(st.tuples(st.just(event), st.integers(0, largest)) for event, largest in KINDS.items())), max_size=80
 )
 
 
@@ -209,15 +133,12 @@ def played(events: list[tuple[str, int]]) -> list[Any]:
     for event, number in events:
         alive = [one for one in passes if one.open]
         if event == "iterate":
-            passes.append(loops.iterated(SITES[number]))
+            passes.append(loops.iterated(PLACES[number]))
         elif event.startswith("fetch") and alive:
             one = alive[number % len(alive)]
             deal = loops.fetched(one, autograd=event == "fetch")
             answers.append(deal)
-            if one.site not in fed_sites or event != "fetch":
-                assert deal is PassDeal.WHOLE
-            else:
-                assert deal is not PassDeal.WHOLE
+            assert (deal is PassDeal.WHOLE) == (one.site not in fed_sites or event != "fetch")
             if deal is PassDeal.SLICE:
                 record = loops.sites[one.site]
                 assert followed[one.site] <= set(record.scales) or record.probes >= UNSEEN
@@ -238,7 +159,7 @@ def played(events: list[tuple[str, int]]) -> list[Any]:
                 loops.decided(fed, line, Scale.MEAN)
         elif event == "end" and alive:
             loops.ended(alive[number % len(alive)])
-    for site in SITES:
+    for site in PLACES:
         assert (site in fed_sites) == (site in loops.sites and loops.sites[site].training)
     return answers
 
@@ -249,11 +170,11 @@ def test_any_order_and_any_nesting(events: list[tuple[str, int]]) -> None:
     assert played(events) == played(events)
 
 
-@pytest.mark.parametrize("autograd", [True, False])
-def test_the_end_of_a_pass_frees_it(autograd: bool) -> None:
-    loops = Loops()
-    for _ in range(100):
-        one = loops.iterated(TEST)
-        loops.fetched(one, autograd)
-        loops.ended(one)
-    assert len(loops._passes) <= 2
+def test_the_end_of_a_pass_frees_it() -> None:
+    for autograd in (True, False):
+        loops = Loops()
+        for _ in range(100):
+            one = loops.iterated(TEST)
+            loops.fetched(one, autograd)
+            loops.ended(one)
+        assert len(loops._passes) <= 2

@@ -29,15 +29,15 @@ def test_the_outermost_modules_of_the_process() -> None:
     assert not any(one is inner or one is outer[1] for one in found)
 
 
-def test_one_model_and_a_model_with_a_head_apart() -> None:
+def test_a_model_with_a_head_apart_and_a_model_of_which_a_part_trains() -> None:
     body, head, other = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 2)
     (modules,) = stepped_by([SGD([*body.parameters(), *head.parameters()], 0.1)], [body, other, head])
     assert modules == [body, head]
-
-
-def test_a_model_of_which_a_part_trains_is_taken_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     assert stepped_by([SGD(model[1].parameters(), 0.1)], [model]) == [[model]]
+    alone = torch.zeros(3, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"shape \[3\].*no nn.Module"):
+        stepped_by([SGD([alone], 0.1)], [])
 
 
 def test_two_optimizers_of_one_module_get_a_part_each() -> None:
@@ -54,9 +54,3 @@ def test_an_optimizer_that_a_later_one_replaces() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     first, apart, second = SGD(model.parameters(), 0.1), SGD(other.parameters(), 0.1), SGD(model.parameters(), 0.01)
     assert replaced([first, apart, second]) == [first]
-
-
-def test_a_tensor_of_no_module_is_refused() -> None:
-    alone = torch.zeros(3, requires_grad=True)
-    with pytest.raises(Unsupported, match=r"shape \[3\].*no nn.Module"):
-        stepped_by([SGD([alone], 0.1)], [])

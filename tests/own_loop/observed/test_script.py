@@ -19,6 +19,7 @@ LOOPS = {
     "nccl without a GPU": "import torch.distributed as dist\nbackend = 'nccl'\ndist.init_process_group(backend=backend)",
     "a Trainer of its own": "class Trainer:\n    pass\nTrainer().train()",
     "a fit of its own": "model.fit(x)",
+    "keras beside a loop": "import keras\nfor x in loader:\n    loss.backward()",
     "only a word in a text": "print('init_process_group, Accelerator, keras.Model.fit')",
 }
 GROUPS = {
@@ -30,38 +31,26 @@ GROUPS = {
     "lightning": "import lightning as L\nL.Trainer()",
     "pytorch lightning": "from pytorch_lightning import Trainer\nTrainer()",
 }
+FITS = {
+    "keras": "import keras\nkeras.Sequential().fit(x, y)",
+    "of tensorflow": "from tensorflow import keras\nmodel.fit(x, y)",
+}
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop(name: str) -> None:
-    assert kind_of(LOOPS[name], gpus=0) == LOOP
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_program_that_makes_a_group(name: str) -> None:
-    assert kind_of(GROUPS[name], gpus=0) == DISTRIBUTED
-
-
-def test_nccl_with_gpus_makes_a_group() -> None:
+def test_what_a_script_is() -> None:
+    for kind, texts in ((LOOP, LOOPS), (DISTRIBUTED, GROUPS), (KERAS, FITS)):
+        for name, text in texts.items():
+            assert kind_of(text, gpus=0) == kind, name
     assert kind_of(LOOPS["nccl without a GPU"], gpus=2) == DISTRIBUTED
 
 
-def test_keras() -> None:
-    assert kind_of("import keras\nkeras.Sequential().fit(x, y)", gpus=0) == KERAS
-    assert kind_of("from tensorflow import keras\nmodel.fit(x, y)", gpus=0) == KERAS
-    assert kind_of("import keras\nfor x in loader:\n    loss.backward()", gpus=0) == LOOP
-
-
-@pytest.mark.parametrize(
-    ("text", "environment", "backend"),
-    [
+def test_the_backend_that_keras_will_have() -> None:
+    for text, environment, backend in (
         ("import keras", {}, "torch"),
         ("import keras", {"KERAS_BACKEND": "jax"}, "jax"),
         ("import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras", {"KERAS_BACKEND": "jax"}, "torch"),
-    ],
-)
-def test_the_backend_that_keras_will_have(text: str, environment: dict[str, str], backend: str) -> None:
-    assert backend_of(text, environment) == backend
+    ):
+        assert backend_of(text, environment) == backend, text
 
 
 TRAINING = """
@@ -81,17 +70,14 @@ def test_numbers_of_one_worker_s_rows_are_named() -> None:
     note = notes_of(TRAINING, "/somewhere/train.py")
     assert "train.py:6, train.py:7" in note
     assert "train.py:10" not in note
-
-
-def test_nothing_to_name() -> None:
-    assert not notes_of("for data in loader:\n    loss.backward()\n    print(100 * done / len(loader))", "train.py")
-    assert not notes_of("def test(loader):\n    return total / len(loader)", "train.py")
-    assert not notes_of("for x in:", "train.py")
-
-
-def test_a_loop_at_the_top_of_a_script() -> None:
-    text = "for data in loader:\n    loss.backward()\nprint(total / len(loader.dataset))"
-    assert "train.py:3" in notes_of(text, "train.py")
+    at_the_top = "for data in loader:\n    loss.backward()\nprint(total / len(loader.dataset))"
+    assert "train.py:3" in notes_of(at_the_top, "train.py")
+    for text in (
+        "for data in loader:\n    loss.backward()\n    print(100 * done / len(loader))",
+        "def test(loader):\n    return total / len(loader)",
+        "for x in:",
+    ):
+        assert not notes_of(text, "train.py"), text
 
 
 def test_a_library_below_its_bound() -> None:
@@ -104,9 +90,8 @@ def test_a_library_below_its_bound() -> None:
 def test_more_workers_than_gpus() -> None:
     with pytest.raises(BadInput, match="--workers 4 are more than the 2 GPUs.*--share-gpu"):
         check_gpus(4, 2, share_gpu=False)
-    check_gpus(4, 2, share_gpu=True)
-    check_gpus(2, 2, share_gpu=False)
-    check_gpus(4, 0, share_gpu=False)
+    for workers, gpus, share in ((4, 2, True), (2, 2, False), (4, 0, False)):
+        check_gpus(workers, gpus, share_gpu=share)
 
 
 def test_keras_on_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from observing import SCRIPTS, Program, Ran, alone, on_workers
 
 EXACT = ("--double", "--no-noise")
 EQUAL = {
-    "mnist": ("--save-model",),
+    "mnist": (),
     "vae": (),
     "super_resolution": (),
     "siamese_network": (),
@@ -22,7 +22,14 @@ EQUAL = {
     "nano_gpt": ("--share",),
 }
 """Equal in float64 without noise: parameters after each of 20 steps, rates, printed losses and evaluations."""
-NOISY = ("mnist", "vae", "super_resolution", "siamese_network", "imagenet", "dcgan")
+NOISY = {
+    "mnist": ("--epochs", "1"),
+    "vae": ("--epochs", "1"),
+    "super_resolution": ("--n-epochs", "1"),
+    "siamese_network": ("--epochs", "1"),
+    "imagenet": ("--epochs", "1"),
+    "dcgan": ("--niter", "1"),
+}
 """As they stand: the first two steps, a whole batch and a probe, have one process's bits."""
 REFUSED = {
     "word_language_model": "follows no DataLoader's batch",
@@ -36,35 +43,27 @@ WITHIN = 1e-10
 Runs = dict[str, Ran]
 
 
-def programs() -> dict[str, Program]:
-    found = {f"{name} exact": Program(name, (*EXACT, *args)) for name, args in EQUAL.items()}
-    found.update({f"{name} noisy": Program(name) for name in NOISY})
-    for text in REFUSED:
-        name, *args = text.split()
-        found[f"{text} refused"] = Program(name, tuple(args))
-    return found
+EXACT_PROGRAMS = {f"{name} exact": Program(name, (*EXACT, *args)) for name, args in EQUAL.items()}
+NOISY_PROGRAMS = {f"{name} noisy": Program(name, args) for name, args in NOISY.items()}
+REFUSED_PROGRAMS = {f"{text} refused": Program(text.split()[0], tuple(text.split()[1:])) for text in REFUSED}
+SOME = {3: ("mnist", "siamese_network", "imagenet"), 4: ("vae", "super_resolution", "nano_gpt")}
+"""Of those that are equal, on so many workers; on 2 all."""
+pytestmark = [pytest.mark.xdist_group("observed scripts"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    asked = {name: program for name, program in programs().items() if not name.endswith("refused")}
+    asked = EXACT_PROGRAMS | NOISY_PROGRAMS
     return dict(zip(asked, alone(list(asked.values()), tmp_path_factory.mktemp("one")), strict=True))
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
-def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    asked, size = programs(), request.param
-    return dict(zip(asked, on_workers(size, list(asked.values()), tmp_path_factory.mktemp(f"{size}")), strict=True))
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    asked = EXACT_PROGRAMS | NOISY_PROGRAMS | REFUSED_PROGRAMS
+    return dict(zip(asked, on_workers(2, list(asked.values()), tmp_path_factory.mktemp("two")), strict=True))
 
 
-pytestmark = pytest.mark.xdist_group("observed scripts")
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal(name: str, one: Runs, several: Runs) -> None:
-    expected, ran = one[f"{name} exact"], several[f"{name} exact"]
+def assert_equal(ran: Ran, expected: Ran) -> None:
     assert not expected.error
     assert not ran.error, ran.said
     assert len(ran.parameters) == len(expected.parameters) >= 8
@@ -75,32 +74,43 @@ def test_equal(name: str, one: Runs, several: Runs) -> None:
     assert ran.dump["evaluated"] == pytest.approx(expected.dump["evaluated"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_as_it_stands(name: str, one: Runs, several: Runs) -> None:
-    expected, ran = one[f"{name} noisy"], several[f"{name} noisy"]
+@pytest.mark.parametrize("name", EXACT_PROGRAMS)
+def test_equal(name: str, one: Runs, two: Runs) -> None:
+    assert_equal(two[name], one[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SOME)
+def test_equal_on_more_workers(size: int, tmp_path: Path) -> None:
+    programs = [EXACT_PROGRAMS[f"{name} exact"] for name in SOME[size]]
+    pairs = zip(on_workers(size, programs, tmp_path / "several"), alone(programs, tmp_path / "one"), strict=True)
+    for ran, expected in pairs:
+        assert_equal(ran, expected)
+
+
+@pytest.mark.parametrize("name", NOISY_PROGRAMS)
+def test_as_it_stands(name: str, one: Runs, two: Runs) -> None:
+    expected, ran = one[name], two[name]
     assert not ran.error, ran.said
     assert len(ran.parameters) == len(expected.parameters)
-    first = 4 if name == "dcgan" else 2  # two optimizers
+    first = 4 if name == "dcgan noisy" else 2  # two optimizers
     for own, theirs in zip(ran.parameters[:first], expected.parameters[:first], strict=True):
         assert torch.equal(own, theirs)
     assert len(ran.dump["printed"]) == len(expected.dump["printed"])
 
 
-def test_the_models_of_dcgan_are_two(several: Runs) -> None:
-    assert several["dcgan noisy"].said.count("Adam steps Sequential") == 1  # a line is said once
-    assert len({tuple(p.shape) for p in several["dcgan noisy"].parameters}) == 2
+def test_what_is_said(two: Runs) -> None:
+    assert two["dcgan noisy"].said.count("Adam steps Sequential") == 1  # a line is said once
+    assert len({tuple(p.shape) for p in two["dcgan noisy"].parameters}) == 2  # the models are two
+    assert re.search(r"vae.py:\d+, vae.py:\d+: a number is divided by len", two["vae exact"].said)
+    assert "is divided by len" not in two["siamese_network exact"].said
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused(text: str, several: Runs) -> None:
-    error = several[f"{text} refused"].error
+def test_refused(text: str, two: Runs) -> None:
+    error = two[f"{text} refused"].error
     assert re.match(rf"(Unsupported|BadInput): {text.split()[0]}\.py, line \d+: ", error), error
     assert re.search(REFUSED[text], error)
-
-
-def test_numbers_of_worker_0_s_rows_are_named(several: Runs) -> None:
-    assert re.search(r"vae.py:\d+, vae.py:\d+: a number is divided by len", several["vae exact"].said)
-    assert "is divided by len" not in several["siamese_network exact"].said
 
 
 # -- programs that are no loops ----------------------------------------------------------------------------------------
@@ -111,20 +121,19 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-def auto(folder: Path, name: str, workers: int = 2, *options: str) -> subprocess.CompletedProcess[str]:
-    script = str(SCRIPTS / f"{name}.py")
-    words = (sys.executable, "-m", "manyhands", "run", "--auto", *options, "-n", str(workers), script)
-    return run(folder, *words, "--dump", str(folder / f"{workers}.pt"))
+def auto(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, "-m", "manyhands", "run", "--auto", "-n", "2", str(SCRIPTS / f"{name}.py"))
+    return run(folder, *words, "--dump", str(folder / "2.pt"))
 
 
 @pytest.mark.slow
 def test_keras_fit_is_one_process(tmp_path: Path) -> None:
     assert run(tmp_path, sys.executable, str(SCRIPTS / "keras_fit.py"), "--dump", "1.pt").returncode == 0
-    ended = auto(tmp_path, "keras_fit", 3)
+    ended = auto(tmp_path, "keras_fit")
     assert ended.returncode == 0, ended.stderr
     assert "keras_fit.py is run as keras" in ended.stderr
-    assert ended.stdout.count("Epoch ") == 3
-    one, several = (torch.load(tmp_path / f"{size}.pt") for size in (1, 3))
+    assert ended.stdout.count("Epoch ") == 2
+    one, several = (torch.load(tmp_path / f"{size}.pt") for size in (1, 2))
     assert several["history"].keys() == one["history"].keys()
     for name, values in one["history"].items():
         assert several["history"][name] == pytest.approx(values, abs=1e-5)
@@ -132,8 +141,9 @@ def test_keras_fit_is_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(own, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nlp_example", "run_glue"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nlp_example", marks=pytest.mark.slow), pytest.param("run_glue", marks=pytest.mark.nightly)]
+)
 def test_a_program_of_another_library_makes_its_group(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     ended = auto(tmp_path, name)

@@ -71,20 +71,9 @@ def validate(loader, model, criterion) -> float:
 
 
 def main() -> None:
+    sizes = {"epochs": 2, "batch_size": 32, "print_freq": 2, "world_size": -1, "seed": 3}
     args = options(
-        __doc__,
-        dummy=False,
-        epochs=2,
-        batch_size=32,
-        lr=0.1,
-        workers=0,
-        print_freq=2,
-        world_size=-1,
-        dist_url="tcp://127.0.0.1:1",
-        seed=3,
-        no_norm=False,
-        data_parallel=False,
-        step_size=1,
+        __doc__, dummy=False, lr=0.1, dist_url="tcp://127.0.0.1:1", no_norm=False, data_parallel=False, **sizes
     )
     torch.manual_seed(args.seed)
     if args.dist_url == "env://" and args.world_size == -1:
@@ -92,19 +81,16 @@ def main() -> None:
     if args.world_size > 1:
         dist.init_process_group("gloo")
     print("=> creating model 'resnet'")
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), *(Block(not args.no_norm) for _ in range(2)), nn.Flatten(), nn.Linear(8 * 64, 5)
-    )
+    blocks = [Block(not args.no_norm) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 64, 5))
     if args.data_parallel:
         model = nn.DataParallel(model)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
-    scheduler = StepLR(optimizer, step_size=args.step_size, gamma=0.1)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.1)
     data = TensorDataset(images(263, 10).to(torch.get_default_dtype()), torch.arange(263) % 5)
-    train_loader = DataLoader(
-        Subset(data, range(203)), batch_size=args.batch_size, shuffle=True, num_workers=args.workers
-    )
-    val_loader = DataLoader(Subset(data, range(203, 263)), batch_size=args.batch_size, num_workers=args.workers)
+    train_loader = DataLoader(Subset(data, range(203)), batch_size=args.batch_size, shuffle=True)
+    val_loader = DataLoader(Subset(data, range(203, 263)), batch_size=args.batch_size)
     best = 0.0
     for epoch in range(args.epochs):
         train(train_loader, model, criterion, optimizer, epoch, args)

@@ -34,8 +34,6 @@ def train(args, model, device, loader, optimizer, epoch) -> None:
         if batch_idx % args.log_interval == 0:
             done = batch_idx * len(data)
             printed(f"Train Epoch: {epoch} [{done}/{len(loader.dataset)}]\tLoss: {{:.6f}}", loss.item())
-            if args.dry_run:
-                break
 
 
 def test(model, device, loader) -> None:
@@ -52,24 +50,12 @@ def test(model, device, loader) -> None:
 
 
 def main() -> None:
-    args = options(
-        __doc__,
-        batch_size=32,
-        test_batch_size=100,
-        epochs=3,
-        lr=1.0,
-        gamma=0.7,
-        dry_run=False,
-        seed=1,
-        log_interval=2,
-        save_model=False,
-        device="cpu",
-    )
+    args = options(__doc__, batch_size=32, epochs=3, lr=1.0, gamma=0.7, seed=1, log_interval=2, device="cpu")
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     x, y = images(203, 12).to(torch.get_default_dtype()), torch.arange(203) * 7 % 10
     train_loader = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, shuffle=True)
-    test_loader = DataLoader(TensorDataset(x[:90], y[:90]), batch_size=args.test_batch_size)
+    test_loader = DataLoader(TensorDataset(x[:90], y[:90]), batch_size=100)
     model = Net(args).to(device)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
@@ -77,8 +63,7 @@ def main() -> None:
         train(args, model, device, train_loader, optimizer, epoch)
         test(model, device, test_loader)
         scheduler.step()
-    if args.save_model:
-        torch.save(model.state_dict(), "mnist_cnn.pt")
+    torch.save(model.state_dict(), "mnist_cnn.pt")
     args.save()
 
 

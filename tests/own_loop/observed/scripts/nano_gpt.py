@@ -9,16 +9,8 @@ from record import evaluated, options, printed
 from torch import nn
 from torch.nn import functional as F
 
-args = options(
-    __doc__,
-    batch_size=12,
-    block_size=8,
-    max_iters=8,
-    gradient_accumulation_steps=3,
-    eval_interval=4,
-    backend="nccl",
-    share=False,
-)
+sizes = {"batch_size": 12, "block_size": 8, "max_iters": 8, "gradient_accumulation_steps": 3, "eval_interval": 4}
+args = options(__doc__, backend="nccl", share=False, **sizes)
 if int(os.environ.get("RANK", -1)) != -1:
     from torch.distributed import init_process_group
 

@@ -17,11 +17,13 @@ model = nn.Linear(10, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 
-def train(batches=loader, loss=F.cross_entropy, net=model) -> None:
+def train(batches=loader, loss=F.cross_entropy, net=model, after=lambda x: None) -> None:
     for x, y in batches:
         optimizer.zero_grad()
         loss(net(x), y).backward()
         optimizer.step()
+        with torch.no_grad():
+            after(x)
 
 
 def no_loader() -> None:
@@ -45,18 +47,6 @@ def closure() -> None:
         optimizer.step(evaluate)
 
 
-def lbfgs() -> None:
-    own = torch.optim.LBFGS(model.parameters())
-
-    def evaluate():
-        own.zero_grad()
-        loss = F.cross_entropy(model(X), Y)
-        loss.backward()
-        return loss
-
-    own.step(evaluate)
-
-
 def contrast() -> None:
     train(loss=lambda z, y: F.cross_entropy(z @ z.T, torch.arange(len(z))))
 
@@ -75,16 +65,6 @@ def penalized_sum() -> None:
 
 def sampler() -> None:
     train(DataLoader(data, 32, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
-
-
-def data_parallel() -> None:
-    train(net=nn.DataParallel(model))
-
-
-def processes() -> None:
-    import torch.multiprocessing as mp
-
-    mp.get_context("fork").Process(target=print, args=(model,)).start()
 
 
 def spawned() -> None:
@@ -162,23 +142,13 @@ def no_optimizer() -> None:
 
 def drift() -> None:
     """A parameter is changed by hand, on each worker by its own rows."""
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.bias.add_(x.mean())
+    train(after=lambda x: model.bias.add_(x.mean()))
 
 
 def drifting_average() -> None:
     average = nn.Linear(10, 4)
     for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            with torch.no_grad():
-                average.bias.add_(x.mean())
+        train(after=lambda x: average.bias.add_(x.mean()))
 
 
 def one_batch_size() -> None:

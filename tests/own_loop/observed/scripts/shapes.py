@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-ROWS, BATCH, EPOCHS = 203, 32, 3
+ROWS, BATCH, EPOCHS = 203, 32, 2
 recorded: dict[str, list] = {"parameters": [], "rates": [], "printed": []}
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1)
@@ -65,6 +65,12 @@ def step(loss: Tensor, by: torch.optim.Optimizer | None = None) -> None:
     printed(loss.item())
 
 
+def train(loader: DataLoader, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> None:
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            step(loss(model(x), y))
+
+
 def fresh_loader() -> None:
     for _ in range(EPOCHS):
         for x, y in DataLoader(data, BATCH, shuffle=True):
@@ -97,7 +103,7 @@ def evaluating() -> None:
 
 
 def next_iter() -> None:
-    for _ in range(12):
+    for _ in range(6):
         x, y = next(iter(train_loader))
         step(F.cross_entropy(model(x), y))
 
@@ -203,7 +209,7 @@ def one_cycle() -> None:
 
 def plateau() -> None:
     schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-    for _ in range(EPOCHS):
+    for _ in range(EPOCHS + 1):
         for x, y in train_loader:
             step(F.cross_entropy(model(x), y))
         schedule.step(evaluate())
@@ -211,9 +217,7 @@ def plateau() -> None:
 
 def class_weights() -> None:
     criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0]))
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(criterion(model(x), torch.where(x[:, 0] > 0.5, -100, y)))
+    train(train_loader, lambda z, y: criterion(z, torch.where(y == 1, -100, y)))
 
 
 def tokens() -> None:
@@ -227,15 +231,11 @@ def tokens() -> None:
 
 
 def summed() -> None:
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(F.cross_entropy(model(x), y, reduction="sum"))
+    train(train_loader, lambda z, y: F.cross_entropy(z, y, reduction="sum"))
 
 
 def over_a_constant() -> None:
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(F.mse_loss(model(x), F.one_hot(y, 4).double(), reduction="sum") / BATCH)
+    train(train_loader, lambda z, y: F.mse_loss(z, F.one_hot(y, 4).double(), reduction="sum") / BATCH)
 
 
 def two_scales() -> None:
@@ -288,17 +288,17 @@ def averaging() -> None:
 
 def processes() -> None:
     for _ in range(EPOCHS):
-        for x, y in DataLoader(data, BATCH, shuffle=True, num_workers=2):
+        for x, y in DataLoader(data, BATCH, shuffle=True, num_workers=1):
             step(F.cross_entropy(model(x), y))
-        for x, _ in DataLoader(held_out, 25, num_workers=1):
-            printed(model(x).sum().item())
+    for x, _ in DataLoader(held_out, 25, num_workers=1):
+        printed(model(x).sum().item())
 
 
 def shared() -> None:
     """No DataLoader: batches are drawn by hand, and shared."""
     import manyhands as mh
 
-    for i in range(12):
+    for i in range(8):
         rows = mh.share(torch.randint(ROWS, (BATCH,)))
         step(F.cross_entropy(model(X[rows]), Y[rows]))
         if i % 4 == 0:
@@ -310,24 +310,19 @@ def shared() -> None:
 def weighted_sampler() -> None:
     """The script's own sampler stays, with its draws."""
     weights = torch.arange(1.0, ROWS + 1)
-    loader = DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, ROWS), drop_last=True)
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            step(F.cross_entropy(model(x), y))
+    train(DataLoader(data, BATCH, sampler=WeightedRandomSampler(weights, ROWS), drop_last=True))
 
 
 def stream() -> None:
     """Rows without numbers: every worker reads all of them, and each batch is shared once."""
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(Stream(), BATCH):
-            step(F.cross_entropy(model(x), y))
+    train(DataLoader(Stream(), BATCH))
 
 
 def outer_loader() -> None:
     """Each batch of an outer loader says which rows an inner one has."""
     for starts in DataLoader(TensorDataset(torch.arange(4) * 50), 2):
         for start in starts[0].tolist():
-            for x, y in DataLoader(TensorDataset(X[start : start + 50], Y[start : start + 50]), 10):
+            for x, y in DataLoader(TensorDataset(X[start : start + 50], Y[start : start + 50]), 20):
                 step(F.cross_entropy(model(x), y))
 
 

@@ -13,11 +13,8 @@ class Matcher(Dataset):
     """Row by row: an image, another one of the same kind or of another, and whether they match."""
 
     def __init__(self, rows: int, noise: bool) -> None:
-        self.images, self.kinds, self.noise = (
-            images(rows, 10).to(torch.get_default_dtype()),
-            torch.arange(rows) % 5,
-            noise,
-        )
+        self.images, self.kinds = images(rows, 10).to(torch.get_default_dtype()), torch.arange(rows) % 5
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.images)
