@@ -7,23 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keras_models import compiled, dense, keras, rows
+from keras_models import Lazy, dense, keras, layer, of_four, rows
 
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
-from manyhands.keras import losses
-from manyhands.keras.module import KerasModule
 from manyhands.replica import evaluation
 
+losses: Any = Lazy("manyhands.keras.losses")
+module: Any = Lazy("manyhands.keras.module")
 
-def evaluated(model: Any, *data: Any, batch_size: int = 7) -> dict[str, float]:
+
+def evaluated(model: Any, *data: Any) -> dict[str, float]:
+    """In batches of 7 rows."""
     task = mh.keras.task(model, *data[:2])
-    feed = Feed(open_source(data), batch_size=batch_size, shuffle=False)
-    return evaluation.evaluate(
-        evaluation.of_model(task, task.model.eval(), feed.device), feed, SoloGroup(), lambda batch: None
-    )
+    feed = Feed(open_source(data), batch_size=7, shuffle=False)
+    of_model = evaluation.of_model(task, task.model.eval(), feed.device)
+    return evaluation.evaluate(of_model, feed, SoloGroup(), lambda batch: None)
 
 
 def test_metrics_over_many_batches_are_those_of_keras() -> None:
@@ -39,65 +40,45 @@ def test_metrics_over_many_batches_are_those_of_keras() -> None:
     assert evaluated(model, x, y) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_evaluating_leaves_what_training_has_counted() -> None:
-    x, y = rows(20)
-    model = dense()
-    model.fit(x, y, verbose=0)
+def test_weighted_metrics_and_sample_weights_leave_what_training_has_counted() -> None:
+    x, y = rows(30)
+    weight = np.linspace(0, 2, 30).astype("float32")
+    model = dense(weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")])
+    model.fit(x[:20], y[:20], verbose=0)
+    wanted = model.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True)
     before = {name: float(value) for name, value in model.get_metrics_result().items()}
+    assert evaluated(model, x, y, weight) == pytest.approx(wanted, abs=1e-6)
     evaluated(model, x[:5], y[:5])
     assert {name: float(value) for name, value in model.get_metrics_result().items()} == before
 
 
-def test_weighted_metrics_and_sample_weights() -> None:
-    x, y = rows(30)
-    weight = np.linspace(0, 2, 30).astype("float32")
-    model = dense(weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")])
-    wanted = model.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True)
-    assert evaluated(model, x, y, weight) == pytest.approx(wanted, abs=1e-6)
-
-
-def masked(**options: Any) -> Any:
-    """Sequences of whole numbers, of which 0 is none."""
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), keras.layers.Embedding(7, 3, mask_zero=True), keras.layers.Dense(2)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-    model.compile("sgd", loss)
-    return model
-
-
 def weight_of(model: Any, batch: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    mean, weight = losses.loss(KerasModule(model).train(), batch)
+    mean, weight = losses.loss(module.KerasModule(model).train(), batch)
     return float(mean.detach()), weight
 
 
 def test_the_weight_is_what_the_mean_divides_by() -> None:
+    """Of sequences of whole numbers, of which 0 is none: the positions that are not masked. Else rows, or their weights."""
     x = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 5, 6, 1], [1, 0, 0, 0, 0]])
     y = torch.tensor([[0, 1, 0, 0, 0], [1, 0, 1, 0, 1], [1, 0, 0, 0, 0]])
-    model = masked()
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Embedding(7, 3, mask_zero=True), keras.layers.Dense(2)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     parts = [weight_of(model, (x[:1], y[:1])), weight_of(model, (x[1:], y[1:]))]
     whole, positions = weight_of(model, (x, y))
     assert positions == 8
     assert [weight for _, weight in parts] == [2, 6]
     assert sum(mean * weight for mean, weight in parts) / 8 == pytest.approx(whole, abs=1e-6)
+    batch = (*(torch.tensor(part) for part in rows(4)), torch.tensor([1.0, 2.0, 0.0, 0.5]))
+    by_weights = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    assert weight_of(dense(loss=by_weights), batch)[1] == 3.5
+    assert weight_of(dense(), batch)[1] == 4
 
 
-def test_a_mean_with_sample_weights_divides_by_their_sum() -> None:
-    x, y = rows(4)
-    weight = torch.tensor([1.0, 2.0, 0.0, 0.5])
-    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-    model = dense(loss=loss)
-    assert weight_of(model, (torch.tensor(x), torch.tensor(y), weight))[1] == 3.5
-    assert weight_of(dense(), (torch.tensor(x), torch.tensor(y), weight))[1] == 4
-
-
-@pytest.mark.parametrize("reduction", ["sum", None])
-def test_a_loss_that_is_no_mean_is_refused(reduction: str | None) -> None:
-    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
-    with pytest.raises(mh.BadInput, match="sum_over_batch_size"):
-        mh.keras.task(dense(loss=loss), *rows())
-
-
-def test_losses_that_divide_by_different_things_are_refused() -> None:
+def test_losses_that_are_no_means_or_divide_by_different_things_are_refused() -> None:
+    for reduction in ("sum", None):
+        loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+        with pytest.raises(mh.BadInput, match="sum_over_batch_size"):
+            mh.keras.task(dense(loss=loss), *rows())
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
     model.compile("sgd", ["mse", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")])
@@ -106,7 +87,7 @@ def test_losses_that_divide_by_different_things_are_refused() -> None:
 
 
 def test_the_loss_has_the_models_regularisers() -> None:
-    model = compiled(lambda: keras.Input((4,)), lambda: keras.layers.Dense(5, kernel_regularizer="l2"))
+    model = of_four(layer("Dense", 5, kernel_regularizer="l2"))
     x, y = (torch.tensor(part) for part in rows(6))
     mean, _ = weight_of(model, (x, y))
     with torch.no_grad():
@@ -125,9 +106,4 @@ def test_columns_that_the_model_does_not_take_are_refused_before_a_step() -> Non
         ({"a": column, "b": column, "y": column}, r"gives the columns a, b, y: give collate="),
     ]:
         with pytest.raises(mh.BadInput, match=message):
-            mh.train(mh.keras.task(model, data_of(data), batch_size=4), workers=1)
-
-
-def data_of(columns: Any) -> Any:
-    """Data that gives batches of these columns."""
-    return lambda: columns
+            mh.train(mh.keras.task(model, lambda data=data: data, batch_size=4), workers=1)

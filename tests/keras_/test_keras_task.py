@@ -2,71 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from keras_models import SEED, apart, compiled, convolution, dense, images, keras, rows, values
+from keras_models import SEED, apart, compiled, convolution, dense, images, keras, layer, of_four, rows, values
 
 import manyhands as mh
 
-OPTIMIZERS = {
-    "adam": lambda: "adam",
-    "adamw": lambda: keras.optimizers.AdamW(0.01),
-    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.02, 12)),
-}
+HOW: dict[str, Any] = {"batch_size": 16, "epochs": 2, "shuffle": False}
 
 
 def fitted(model: Any, *data: Any, **options: Any) -> dict[str, list[float]]:
     keras.utils.set_random_seed(SEED)
-    fit = model.fit(*data, **{"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0, **options})
-    return dict(fit.history)
+    return dict(model.fit(*data, **{**HOW, "verbose": 0, **options}).history)
 
 
 def trained(model: Any, *data: Any, **options: Any) -> tuple[mh.Run, dict[str, list[float]]]:
     history = keras.callbacks.History()
-    fields = {"batch_size": 16, "epochs": 3, "shuffle": False, "seed": SEED, "callbacks": [history], **options}
+    fields = {**HOW, "seed": SEED, "callbacks": [history], **options}
     return mh.train(mh.keras.task(model, *data, **fields), workers=1), history.history
-
-
-def assert_equal(model: Any, options: dict[str, Any], *data: Any, plain: Any) -> None:
-    wanted = fitted(plain, *data, **options)
-    _, history = trained(model, *data, **options)
-    assert apart(values(model), values(plain)) < 1e-6
-    assert history.keys() == wanted.keys()
-    for name in wanted:
-        assert history[name] == pytest.approx(wanted[name], abs=1e-6), name
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_worker_is_fit_without_shuffling(name: str) -> None:
-    x, y = images()
-    options = {"validation_data": (x[:20], y[:20])}
-    make = OPTIMIZERS[name]
-    assert_equal(convolution(optimizer=make()), options, x, y, plain=convolution(optimizer=make()))
-
-
-@pytest.mark.parametrize("layer", ["noise", "dropout"])
-def test_layers_with_a_seed_of_their_own_draw_as_in_fit(layer: str) -> None:
-    make = {"noise": lambda: keras.layers.GaussianNoise(0.5), "dropout": lambda: keras.layers.Dropout(0.4, seed=5)}[
-        layer
-    ]
-    models = [compiled(lambda: keras.Input((4,)), lambda: keras.layers.Dense(6), make) for _ in range(2)]
-    assert_equal(models[0], {}, *rows(), plain=models[1])
-
-
-def test_the_end_of_the_rows_validates_as_in_fit() -> None:
-    assert_equal(dense(), {"validation_split": 0.3}, *rows(), plain=dense())
-
-
-def test_weights_of_samples_and_classes_count_as_in_fit() -> None:
-    x, y = rows()
-    assert_equal(dense(), {"class_weight": {0: 3.0, 1: 0.5}}, x, y, plain=dense())
-    weight = np.linspace(0, 2, len(y)).astype("float32")
-    assert_equal(dense(), {"sample_weight": weight}, x, y, plain=dense())
 
 
 def several() -> Any:
@@ -80,45 +38,58 @@ def several() -> Any:
     return model
 
 
-def test_several_inputs_outputs_and_losses() -> None:
-    x, y = rows()
-    assert_equal(several(), {}, [x[:, :2], x[:, 2:]], [x[:, 0], y], plain=several())
+def noisy() -> Any:
+    """Layers with seeds of their own."""
+    noise, dropout = layer("GaussianNoise", 0.5), layer("Dropout", 0.4, seed=5)
+    return of_four(layer("Dense", 6), noise, dropout, optimizer=keras.optimizers.SGD(0.05, momentum=0.9))
 
 
-def test_a_model_without_input_is_built_by_the_first_rows() -> None:
-    models = [compiled(lambda: keras.layers.Dense(5)) for _ in range(2)]
-    assert_equal(models[0], {}, *rows(), plain=models[1])
+def scheduled() -> Any:
+    return dense(optimizer=keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.02, 12)))
 
 
-def test_a_second_training_goes_on_with_the_optimizer() -> None:
-    x, y = rows()
+X, Y = rows()
+IMAGES = images()
+CASES: dict[str, tuple[Callable[[], Any], tuple[Any, Any], dict[str, Any]]] = {
+    "moving averages, validation": (convolution, IMAGES, {"validation_data": (IMAGES[0][:20], IMAGES[1][:20])}),
+    "noise": (noisy, (X, Y), {}),
+    "a schedule, a split, class weights": (
+        scheduled,
+        (X, Y),
+        {"validation_split": 0.3, "class_weight": {0: 3.0, 1: 0.5}},
+    ),
+    "sample weights": (dense, (X, Y), {"sample_weight": np.linspace(0, 2, len(Y)).astype("float32")}),
+    "built by the first rows": (lambda: compiled(layer("Dense", 5), optimizer="adamw"), (X, Y), {}),
+    "several inputs, outputs and losses": (several, ([X[:, :2], X[:, 2:]], [X[:, 0], Y]), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_worker_is_fit_without_shuffling(name: str) -> None:
+    make, data, options = CASES[name]
+    plain, model = make(), make()
+    wanted = fitted(plain, *data, **options)
+    _, history = trained(model, *data, **options)
+    assert apart(values(model), values(plain)) < 1e-6
+    assert history.keys() == wanted.keys()
+    for metric, of_epochs in wanted.items():
+        assert history[metric] == pytest.approx(of_epochs, abs=1e-6), metric
+
+
+def test_a_second_training_goes_on_with_the_optimizer_of_the_users_own_model() -> None:
+    """And its rows may come from anything that a task reads."""
     model, plain = dense(), dense()
     for _ in range(2):
-        fitted(plain, x, y)
-        trained(model, x, y)
+        fitted(plain, X, Y, epochs=1)
+    trained(model, X, Y, epochs=1)
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    run, _ = trained(model, torch.utils.data.DataLoader(data, batch_size=16), test_data=(X, Y), epochs=1)
     assert apart(values(model), values(plain)) < 1e-6
-    assert int(model.optimizer.iterations) == 24
-
-
-def test_the_weights_are_in_the_users_own_model() -> None:
-    x, y = rows()
-    model = dense()
-    run, _ = trained(model, x, y, test_data=(x, y))
+    assert int(model.optimizer.iterations) == 8
     assert run.model.keras is model
-    wanted = model.evaluate(x, y, verbose=0, return_dict=True)
+    wanted = model.evaluate(X, Y, verbose=0, return_dict=True)
     assert run.metrics == pytest.approx({f"test_{name}": value for name, value in wanted.items()}, abs=1e-6)
-    assert torch.equal(run.predict(x), torch.tensor(model.predict(x, verbose=0)))
-
-
-def test_batches_may_come_from_anything_that_a_task_reads() -> None:
-    x, y = rows()
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=16
-    )
-    model, plain = dense(), dense()
-    trained(plain, x, y)
-    trained(model, loader)
-    assert apart(values(model), values(plain)) < 1e-6
+    assert torch.equal(run.predict(X), torch.tensor(model.predict(X, verbose=0)))
 
 
 def test_mixed_bfloat16_trains() -> None:
@@ -127,7 +98,7 @@ def test_mixed_bfloat16_trains() -> None:
         model = dense()
     finally:
         keras.config.set_dtype_policy("float32")
-    _, history = trained(model, *rows(), epochs=8)
+    _, history = trained(model, X, Y, epochs=4)
     assert history["loss"][-1] < history["loss"][0]
 
 
@@ -135,43 +106,21 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """Moving averages, seeds, slots, iterations and rate are in the checkpoint."""
 
     def model() -> Any:
-        noise = lambda: keras.layers.GaussianNoise(0.2)  # noqa: E731 - a layer, made when the seed is set
         rate = keras.optimizers.schedules.ExponentialDecay(0.02, 3, 0.7)
-        layers = [lambda: keras.Input((4,)), noise, lambda: keras.layers.Dense(5), keras.layers.BatchNormalization]
-        return compiled(*layers, optimizer=keras.optimizers.Adam(rate))
+        layers = layer("GaussianNoise", 0.2), layer("Dense", 5), layer("BatchNormalization")
+        return of_four(*layers, optimizer=keras.optimizers.Adam(rate))
 
     whole, first, second = model(), model(), model()
-    trained(whole, *rows(), callbacks=[])
-    for one, options in ((first, {"max_steps": 6}), (second, {})):
-        fields = {"batch_size": 16, "epochs": 3, "shuffle": False, "seed": SEED, **options}
-        run = mh.train(mh.keras.task(one, *rows(), **fields), workers=1, run_dir=tmp_path / "run", resume=True)
-    assert run.steps == 12
+    trained(whole, X, Y, callbacks=[])
+    for one, options in ((first, {"max_steps": 5}), (second, {})):
+        task = mh.keras.task(one, X, Y, **HOW, seed=SEED, **options)
+        run = mh.train(task, workers=1, run_dir=tmp_path / "run", resume=True)
+    assert run.steps == 8
     assert apart(values(second), values(whole)) == 0.0
     assert apart(values(first), values(whole)) > 1e-4
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_is_not_compiled() -> None:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    with pytest.raises(mh.BadInput, match=r"model\.compile"):
-        mh.keras.task(model, *rows())
-
-
-def test_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = dense()
-    monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
-    with pytest.raises(mh.BadInput, match="KERAS_BACKEND=torch"):
-        mh.keras.task(model, *rows())
-
-
-def test_no_keras_model() -> None:
-    with pytest.raises(mh.BadInput, match=r"mh\.Task"):
-        mh.keras.task(torch.nn.Linear(4, 3), *rows())
-
-
-def test_a_step_of_the_models_own() -> None:
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(keras.Model):
         def call(self, inputs: Any) -> Any:
             return inputs
@@ -179,34 +128,29 @@ def test_a_step_of_the_models_own() -> None:
         def train_step(self, data: Any) -> Any:
             return {}
 
-    model = Own()
-    model.compile("sgd", "mse")
-    with pytest.raises(mh.BadInput, match="compute_loss"):
-        mh.keras.task(model, *rows())
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: keras.optimizers.Adam(use_ema=True), "use_ema"),
-        (lambda: keras.optimizers.Adam(loss_scale_factor=2.0), "mixed_bfloat16"),
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mixed_bfloat16"),
-    ],
-)
-def test_optimizers_that_do_more_than_step(make: Any, why: str) -> None:
-    with pytest.raises(mh.BadInput, match=why):
-        mh.keras.task(dense(optimizer=make()), *rows())
-
-
-def test_arrays_with_data_of_whole_batches() -> None:
-    with pytest.raises(mh.BadInput, match="gives whole batches"):
-        mh.keras.task(dense(), "rows.parquet", rows()[1])
-    with pytest.raises(mh.BadInput, match="there are no rows to build it from"):
-        mh.keras.task(compiled(lambda: keras.layers.Dense(5)), "rows.parquet")
+    own = Own()
+    own.compile("sgd", "mse")
+    adam = keras.optimizers.Adam
+    for model, data, message in (
+        (keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), (X, Y), r"model\.compile"),
+        (torch.nn.Linear(4, 3), (X, Y), r"mh\.Task"),
+        (own, (X, Y), "compute_loss"),
+        (dense(optimizer=adam(use_ema=True)), (X, Y), "use_ema"),
+        (dense(optimizer=adam(loss_scale_factor=2.0)), (X, Y), "mixed_bfloat16"),
+        (dense(optimizer=keras.optimizers.LossScaleOptimizer(adam())), (X, Y), "mixed_bfloat16"),
+        (dense(), ("rows.parquet", Y), "gives whole batches"),
+        (compiled(layer("Dense", 5)), ("rows.parquet",), "there are no rows to build it from"),
+    ):
+        with pytest.raises(mh.BadInput, match=message):
+            mh.keras.task(model, *data)
+    model = dense()
+    monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
+    with pytest.raises(mh.BadInput, match="KERAS_BACKEND=torch"):
+        mh.keras.task(model, X, Y)
 
 
 def test_fields_of_a_task_are_taken_and_others_refused() -> None:
-    task = mh.keras.task(dense(), *rows(), batch_size_per_worker=4, clip_norm=1.0, name="mine")
+    task = mh.keras.task(dense(), X, Y, batch_size_per_worker=4, clip_norm=1.0, name="mine")
     assert (task.batch_size, task.batch_size_per_worker, task.name) == (None, 4, "mine")
     with pytest.raises(mh.UnknownName, match="batchsize"):
-        mh.keras.task(dense(), *rows(), batchsize=4)
+        mh.keras.task(dense(), X, Y, batchsize=4)
