@@ -3,11 +3,12 @@
 import logging
 import sys
 import threading
-import types
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -231,40 +232,22 @@ def test_a_missing_library_is_an_error_at_construction(monkeypatch: pytest.Monke
 
 
 def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-class Calls:
-    """Any method may be called; the calls are kept."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.made.append((name, args, options))
-            return types.SimpleNamespace(experiment_id="7", info=types.SimpleNamespace(run_id="r"))
-
-        return call
-
-    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return [(args, options) for made, args, options in self.made if made == name]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=ModuleSpec(name, None), **attributes))
 
 
 def test_mlflow_gets_facts_as_parameters_and_numbers_as_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Calls()
-    entities = types.SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
+    client = MagicMock()
+    client.get_experiment_by_name.return_value.experiment_id = "7"
+    client.create_run.return_value.info.run_id = "r"
+    entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
     fake_module(monkeypatch, "mlflow", MlflowClient=lambda tracking_uri: client, entities=entities)
     whole_run(MLflow("mine", run_name="one"))
-    assert client.of("create_run") == [(("7",), {"run_name": "one"})]
-    assert client.of("log_param") == [(("r", "total_steps", 2), {}), (("r", "batch_size", 8), {})]
-    assert ("loss", 0.5, 1) in client.of("log_batch")[0][1]["metrics"]
-    assert client.of("log_batch")[-1][1]["metrics"] == [("test_loss", 0.125, 2)]
-    assert client.of("set_terminated") == [(("r",), {"status": "FINISHED"})]
+    client.create_run.assert_called_once_with("7", run_name="one")
+    assert client.log_param.mock_calls == [call("r", "total_steps", 2), call("r", "batch_size", 8)]
+    sent = [made.kwargs["metrics"] for made in client.log_batch.mock_calls]
+    assert ("loss", 0.5, 1) in sent[0]
+    assert sent[-1] == [("test_loss", 0.125, 2)]
+    client.set_terminated.assert_called_once_with("r", status="FINISHED")
 
 
 def test_mlflow_without_a_databases_packages_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +256,7 @@ def test_mlflow_without_a_databases_packages_names_them(monkeypatch: pytest.Monk
     def refused(tracking_uri: str | None) -> None:
         raise ValueError(f"unsupported {tracking_uri}")
 
-    fake_module(monkeypatch, "mlflow", MlflowClient=refused, entities=types.SimpleNamespace(Metric=None))
+    fake_module(monkeypatch, "mlflow", MlflowClient=refused, entities=SimpleNamespace(Metric=None))
     tracker = MLflow(tracking_uri="sqlite:///m.db")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ManyhandsError, match=r"unsupported sqlite(.|\n)*pip install .manyhands\[mlflow\]"):
@@ -304,12 +287,13 @@ def test_the_real_mlflow_that_refuses_a_folder_ends_the_run_at_its_start(tmp_pat
 
 
 def test_wandb_gets_numbers_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, options_given = Calls(), {}
-    fake_module(monkeypatch, "wandb", init=lambda **options: options_given.update(options) or run)
+    run, init = MagicMock(), MagicMock()
+    init.return_value = run
+    fake_module(monkeypatch, "wandb", init=init)
     whole_run(WandB("mine", mode="offline"))
-    assert options_given == {"project": "mine", "config": START.values, "mode": "offline"}
-    assert run.of("log")[-1] == (({"test_loss": 0.125},), {"step": 2})
-    assert run.of("finish") == [((), {"exit_code": 0})]
+    init.assert_called_once_with(project="mine", config=START.values, mode="offline")
+    assert run.log.mock_calls[-1] == call({"test_loss": 0.125}, step=2)
+    run.finish.assert_called_once_with(exit_code=0)
 
 
 @pytest.mark.filterwarnings("default")  # of tensorboard's own imports
