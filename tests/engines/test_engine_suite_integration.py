@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
-from driver_script import Script
 
 from manyhands.engines.base import Capabilities, Engine, LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
@@ -21,7 +20,7 @@ from manyhands.testing.group_suite import CheckFailed
 from manyhands.worker import Worker, set_current
 
 Program = Callable[[Worker], Any]
-CHECKS = [check for check in ENGINE_SUITE if check != "nothing_left"]  # which looks at a whole process: a script's own
+CHECKS = [check for check in ENGINE_SUITE if check != "nothing_left"]  # which is of a process of its own
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -33,19 +32,6 @@ def test_local_passes(local: Local, check: str) -> None:
 def test_one_worker_passes(local: Local) -> None:
     for check in CHECKS:
         ENGINE_SUITE[check](local, workers=1)
-
-
-@pytest.mark.slow
-def test_local_leaves_nothing(script: Callable[..., Script]) -> None:
-    """CASE 28: in a process of its own, where nobody else opens or starts anything."""
-    text = """
-        from manyhands.engines.local.engine import Local
-        from manyhands.testing.engine_suite import ENGINE_SUITE
-        with Local() as local:
-            ENGINE_SUITE["nothing_left"](local)
-        print("nothing")
-    """
-    assert script(text).end() == (0, "nothing\n", "")
 
 
 def local_launch(program: Program, plan: LaunchSpec) -> list[Any]:

@@ -21,7 +21,6 @@ import manyhands as mh
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.spark.engine import Spark
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
-from manyhands.kernels.factors import Factors
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 
@@ -91,6 +90,8 @@ def test_another_frameworks_cluster_beside_a_parameter_server(spark: Any) -> Non
 
 
 def test_a_kernel_trains_as_on_engine_local() -> None:
+    from manyhands.kernels.factors import Factors  # loads numba
+
     random = np.random.default_rng(0)
     users, items = random.integers(0, 50, 2000), random.integers(0, 40, 2000)
     data: dict[str, Any] = {"users": users, "items": items, "ratings": random.normal(size=2000) + users % 3}
