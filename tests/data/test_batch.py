@@ -4,11 +4,10 @@ from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 
 from manyhands.data.batch import describe, first_rows, row_at, rows_of, slice_rows, to_device
-from manyhands.errors import BadInput
+from refusals import refused
 
 Pair = namedtuple("Pair", "x y")
 
@@ -33,20 +32,23 @@ def test_rows_of_every_kind_of_structure():
         UserDict(a=x),
         ["a", "b", "c", "d"],
     ):
-        assert rows_of(batch) == 4
+        assert rows_of(batch) == 4, batch
+    refused(r"\['x'\]: 4, \['y'\]\[0\]: 3", rows_of, {"x": torch.zeros(4), "y": [torch.zeros(3)]})
+    for batch in (None, {}, torch.tensor(1.0), [], object()):
+        refused("first dimension counts rows", rows_of, batch)
 
 
 def test_slices_keep_the_structure_and_are_views():
     x = torch.arange(12.0).view(4, 3)
-    cut = slice_rows(
-        {"pair": Pair(x, x.numpy()), "list": [x, ("p", "q", "r", "s")], "labelled": Labelled(x, [1, 2, 3, 4])}, 1, 3
-    )
+    whole = {"pair": Pair(x, x.numpy()), "list": [x, ("p", "q", "r", "s")], "labelled": Labelled(x, [1, 2, 3, 4])}
+    cut = slice_rows(whole, 1, 3)
     assert isinstance(cut["pair"], Pair)
     assert cut["list"][1] == ("q", "r")
-    assert cut["labelled"].names == [2, 3]
-    assert cut["labelled"].scale == 2.0
+    assert (cut["labelled"].names, cut["labelled"].scale) == ([2, 3], 2.0)
     assert cut["pair"].x.data_ptr() == x[1:].data_ptr()
     assert torch.equal(cut["list"][0], x[1:3])
+    row = row_at((torch.arange(6).view(3, 2), np.array(["a", "b", "c"])), 1)
+    assert (row[0].tolist(), row[1]) == ([2, 3], "b")
 
 
 def test_what_belongs_to_the_whole_batch_is_neither_counted_nor_cut():
@@ -64,23 +66,6 @@ def test_mappings_keep_their_class():
     assert type(first_rows(UserDict(a=torch.arange(4)), 2)) is UserDict
 
 
-def test_one_row():
-    row = row_at((torch.arange(6).view(3, 2), np.array(["a", "b", "c"])), 1)
-    assert row[0].tolist() == [2, 3]
-    assert row[1] == "b"
-
-
-def test_columns_that_disagree_are_named():
-    with pytest.raises(BadInput, match=r"\['x'\]: 4, \['y'\]\[0\]: 3"):
-        rows_of({"x": torch.zeros(4), "y": [torch.zeros(3)]})
-
-
-@pytest.mark.parametrize("batch", [None, {}, torch.tensor(1.0), [], object()])
-def test_a_batch_without_columns_is_refused(batch):
-    with pytest.raises(BadInput, match="first dimension counts rows"):
-        rows_of(batch)
-
-
 def test_to_device_moves_tensors_and_what_moves_itself():
     class Graph:
         device = None
@@ -95,9 +80,6 @@ def test_to_device_moves_tensors_and_what_moves_itself():
     assert moved["names"] == ["a", "b", "c"]
     assert moved["graph"].device == torch.device("meta")
     assert moved["array"] is batch["array"]
-
-
-def test_to_the_same_device_copies_nothing():
     x = torch.zeros(3)
     assert to_device((x,), torch.device("cpu"))[0] is x
 

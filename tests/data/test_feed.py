@@ -1,18 +1,19 @@
-"""data/feed.py: exactly the global batches, once each, on any number of workers."""
+"""data/feed.py: exactly the global batches, once each, on any number of workers; and the thread that reads ahead."""
 
+import random
 import threading
+import traceback
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from manyhands.data.feed import Feed
+from manyhands.data.feed import DEPTH, Feed, _bytes_of, prefetch
 from manyhands.data.open_source import open_source
+from manyhands.data.readers import arrays
 from manyhands.data.sharding import epoch_order, slice_of
-from manyhands.errors import BadInput
+from refusals import refused
 
 
 def test_alone_it_is_bit_equal_to_a_plain_loop():
@@ -25,93 +26,46 @@ def test_alone_it_is_bit_equal_to_a_plain_loop():
             assert torch.equal(part.batch[0], x[order[i : i + 12]])
             assert torch.equal(part.batch[1], y[order[i : i + 12]])
             assert part.global_rows == part.rows == len(order[i : i + 12])
+    assert Feed(open_source(x)).batch_size == 64
 
 
-@settings(deadline=None)
-@given(
-    rows=st.integers(1, 60),
-    size=st.integers(1, 6),
-    extra=st.integers(0, 20),
-    shuffle=st.booleans(),
-    first_tick=st.integers(0, 3),
-)
-def test_workers_split_each_global_batch(rows, size, extra, shuffle, first_tick):
+def test_workers_split_each_global_batch():
     """CASE 18, CASE 27: every row once, one slice a tick for each worker, whatever the numbers."""
-    batch_size = size + extra
-    order = epoch_order(rows, 1, 2) if shuffle else np.arange(rows)
-    for rank in range(size):
-        feed = Feed(
-            open_source(torch.arange(rows)), rank=rank, size=size, batch_size=batch_size, seed=1, shuffle=shuffle
-        )
-        assert feed.ticks == -(-rows // batch_size)
-        parts = list(feed.epoch(2, first_tick))
-        assert [part.index for part in parts] == list(range(first_tick, feed.ticks))
-        for part in parts:
-            whole = order[part.index * batch_size : (part.index + 1) * batch_size]
-            start, stop = slice_of(len(whole), rank, size)
-            assert (part.rows, part.global_rows) == (stop - start, len(whole))
-            assert (part.batch is None) == (part.rows == 0)
-            if part.rows:
-                assert part.batch.tolist() == whole[start:stop].tolist()
+    draw = random.Random(0)
+    for _ in range(60):
+        rows, size, shuffle, first = draw.randint(1, 60), draw.randint(1, 6), draw.random() < 0.5, draw.randint(0, 3)
+        batch_size = size + draw.randint(0, 20)
+        case = f"{rows=} {size=} {shuffle=} {first=} {batch_size=}"
+        order = epoch_order(rows, 1, 2) if shuffle else np.arange(rows)
+        source = open_source(torch.arange(rows))
+        for rank in range(size):
+            feed = Feed(source, rank=rank, size=size, batch_size=batch_size, seed=1, shuffle=shuffle)
+            assert feed.ticks == -(-rows // batch_size), case
+            parts = list(feed.epoch(2, first))
+            assert [part.index for part in parts] == list(range(first, feed.ticks)), case
+            for part in parts:
+                whole = order[part.index * batch_size : (part.index + 1) * batch_size]
+                start, stop = slice_of(len(whole), rank, size)
+                assert (part.rows, part.global_rows) == (stop - start, len(whole)), case
+                assert ([] if part.batch is None else part.batch.tolist()) == whole[start:stop].tolist(), case
 
 
-def test_the_default_batch_size():
-    assert Feed(open_source(torch.arange(100))).batch_size == 64
+@dataclass
+class Backwards:
+    """A callable that has no hash."""
+
+    rows: int
+
+    def __call__(self, epoch):
+        return np.arange(self.rows)[::-1]
 
 
 def test_an_order_of_ones_own():
     feed = Feed(open_source(torch.arange(10)), batch_size=4, order=lambda epoch: [epoch, epoch, 9, 9, 9])
     assert (feed.rows, feed.ticks) == (5, 2)
     assert [part.batch.tolist() for part in feed.epoch(3)] == [[3, 3, 9, 9], [9]]
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (lambda epoch: [0, 10], r"from 0 to 9; got 0 to 10"),
-        (lambda epoch: [-1], "got -1"),
-        (lambda epoch: [0.5], "float64"),
-        (lambda epoch: [], r"shape \[0\]"),
-        (lambda epoch: [[1]], r"shape \[1, 1\]"),
-        (lambda epoch: [0] * (1 + epoch), r"order\(1\) has length 2, and order\(0\) had length 1"),
-    ],
-)
-def test_orders_that_cannot_be(order, message):
-    with pytest.raises(BadInput, match=message):
-        list(Feed(open_source(torch.arange(10)), order=order).epoch(1))
-
-
-def test_fewer_than_one_row_a_worker_and_ranks_out_of_range_are_refused():
-    source = open_source(torch.arange(10))
-    with pytest.raises(BadInput, match="batch_size=3 leaves some of the 4 workers without a row"):
-        Feed(source, size=4, batch_size=3)
-    with pytest.raises(BadInput, match="rank=2 of size=2"):
-        Feed(source, rank=2, size=2)
-
-
-def test_batches_go_to_the_device():
-    part = next(Feed(open_source((torch.arange(4), ["a", "b", "c", "d"])), device=torch.device("meta")).epoch(0))
-    assert part.batch[0].device.type == "meta"
-    assert part.rows == 4
-
-
-def test_large_gathers_are_read_ahead_and_equal():
-    x = torch.randn(20, 1 << 19)  # 2 MiB a row
-    order = epoch_order(20, 0, 0)
-    parts = Feed(open_source(x), batch_size=5).epoch(0)
-    for i, part in zip(range(0, 20, 5), parts, strict=True):
-        if i == 0:
-            assert "manyhands-prefetch" in {thread.name for thread in threading.enumerate()}
-        assert torch.equal(part.batch, x[order[i : i + 5]])
-    assert "manyhands-prefetch" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_small_gathers_start_no_thread():
-    before = threading.active_count()
-    parts = Feed(open_source(torch.arange(100)), batch_size=5).epoch(0)
-    next(parts)
-    assert threading.active_count() == before
-    parts.close()
+    feed = Feed(open_source(torch.arange(3.0)), batch_size=3, order=Backwards(3))
+    assert next(feed.epoch(0)).batch.tolist() == [2.0, 1.0, 0.0]
 
 
 def test_an_order_is_computed_once_for_workers_of_one_process_that_read_the_same_epoch():
@@ -131,16 +85,125 @@ def test_an_order_is_computed_once_for_workers_of_one_process_that_read_the_same
     assert torch.cat(batches).tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
 
 
-@dataclass
-class Backwards:
-    """A callable that has no hash."""
+def test_what_cannot_be_is_refused():
+    source = open_source(torch.arange(10))
+    orders = [
+        (lambda epoch: [0, 10], "from 0 to 9; got 0 to 10"),
+        (lambda epoch: [-1], "got -1"),
+        (lambda epoch: [0.5], "float64"),
+        (lambda epoch: [], r"shape \[0\]"),
+        (lambda epoch: [[1]], r"shape \[1, 1\]"),
+        (lambda epoch: [0] * (1 + epoch), r"order\(1\) has length 2, and order\(0\) had length 1"),
+    ]
+    for order, words in orders:
+        refused(words, lambda order: list(Feed(source, order=order).epoch(1)), order)
+    refused("batch_size=3 leaves some of the 4 workers", lambda: Feed(source, size=4, batch_size=3))
+    refused("rank=2 of size=2", lambda: Feed(source, rank=2, size=2))
 
-    rows: int
 
-    def __call__(self, epoch):
-        return np.arange(self.rows)[::-1]
+def test_batches_go_to_the_device():
+    part = next(Feed(open_source((torch.arange(4), ["a", "b", "c", "d"])), device=torch.device("meta")).epoch(0))
+    assert part.batch[0].device.type == "meta"
+    assert part.rows == 4
 
 
-def test_an_order_may_be_an_object_without_a_hash():
-    feed = Feed(open_source(torch.arange(3.0)), batch_size=3, order=Backwards(3))
-    assert next(feed.epoch(0)).batch.tolist() == [2.0, 1.0, 0.0]
+# -- reading ahead -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead():
+    """The threads that read ahead since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [one for one in threading.enumerate() if one.name == "manyhands-prefetch" and one not in before]
+
+
+def test_a_thread_reads_large_gathers_ahead_and_no_small_ones(ahead, monkeypatch):
+    monkeypatch.setattr(arrays, "BACKGROUND_BYTES", 800)
+    x = torch.randn(8, 100)
+    order = epoch_order(8, 0, 0)
+    for i, part in enumerate(Feed(open_source(x), batch_size=3).epoch(0)):
+        assert i or ahead()
+        assert torch.equal(part.batch, x[order[3 * i : 3 * i + 3]])
+    assert i == 2
+    assert not ahead()
+    parts = Feed(open_source(torch.arange(100)), batch_size=5).epoch(0)
+    next(parts)
+    assert not ahead()
+    parts.close()
+
+
+def items(n, record, fail_at=None):
+    try:
+        for i in range(n):
+            if i == fail_at:
+                raise KeyError(f"row {i}")
+            record.append((i, threading.current_thread().name))
+            yield i
+    finally:
+        record.append("closed")
+
+
+def test_the_same_items_in_order_from_another_thread_that_starts_with_the_first(ahead):
+    record = []
+    prefetch(items(3, record)).close()
+    assert record == []
+    assert list(prefetch(items(20, record))) == list(range(20))
+    assert {entry[1] for entry in record[:-1]} == {"manyhands-prefetch"}
+    assert record[-1] == "closed"
+    assert not ahead()
+
+
+def test_no_more_than_the_depth_is_read_ahead():
+    reached, record = threading.Event(), []
+
+    def counted():
+        for i in range(100):
+            record.append(i)
+            if i == DEPTH + 1:
+                reached.set()
+            yield i
+
+    reading = prefetch(counted())
+    assert next(reading) == 0
+    assert reached.wait(20)  # one taken, DEPTH waiting, one in the thread's hand
+    reading.close()
+    assert record == list(range(DEPTH + 2))
+
+
+def test_an_error_comes_where_its_item_would_have_with_its_own_traceback(ahead):
+    reading = prefetch(items(9, [], fail_at=3))
+    assert [next(reading) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="row 3") as caught:
+        next(reading)
+    assert "items" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not ahead()
+
+
+def test_closing_or_dropping_it_early_ends_the_thread_and_closes_the_items(ahead):
+    for taken in (1, 2, 5):
+        for close in (True, False):
+            record = []
+            reading = prefetch(items(1000, record))
+            for _ in range(taken):
+                next(reading)
+            if close:
+                reading.close()
+            del reading
+            assert record[-1] == "closed", (taken, close)
+            assert not ahead()
+
+
+def test_what_batches_take_is_seen_also_where_they_hold_objects():
+    """Texts, bytes of images and rows of JSON, of which thousands would be read ahead otherwise."""
+    assert _bytes_of(torch.zeros(10, 4)) == 160
+    for column in (
+        [b"x" * 1000] * 5,
+        ["x" * 1000] * 5,
+        np.array(["x" * 1000] * 5, object),
+        [{"text": "x" * 1000}] * 5,
+        [np.zeros(1000, np.uint8)] * 5,
+        [["x" * 500, "y" * 500]] * 5,
+    ):
+        assert 5000 <= _bytes_of(column) <= 7000, column
+    assert 80 <= _bytes_of(list(range(10))) <= 400
+    assert _bytes_of([]) < 100

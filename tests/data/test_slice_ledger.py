@@ -13,21 +13,15 @@ def ledger(**fields: object) -> SliceLedger:
     return SliceLedger(**{"round": 3, "epoch": 1, "first": 4, "members": (5, 7, 8), **fields})
 
 
-def test_a_member_has_the_slices_of_its_rank() -> None:
-    assert ledger().slices(7, 6) == [Place(4, 1, 3), Place(5, 1, 3)]
-    assert ledger().slices(7, 4) == []
-    assert ledger().slices(6, 6) == []
-
-
 def test_slices_of_the_lost_are_dealt_evenly_to_those_who_are_left() -> None:
+    assert ledger().slices(7, 6) == [Place(4, 1, 3), Place(5, 1, 3)]  # those of its rank
+    assert ledger().slices(7, 4) == ledger().slices(6, 6) == []
     after, orphaned = ledger().reassign(7, [5, 8])
     assert orphaned == [Place(4, 1, 3), Place(5, 1, 3), Place(6, 1, 3)]
     assert after.dealt == {5: (Place(4, 1, 3), Place(6, 1, 3)), 8: (Place(5, 1, 3),)}
     assert after.slices(5, 7) == [*ledger().slices(5, 7), *after.dealt[5]]
-
-
-def test_where_nobody_is_lost_nothing_is_dealt() -> None:
-    after, orphaned = ledger().reassign(7, [5, 7, 8])
+    assert SliceLedger.of_json(json.loads(json.dumps(after.as_json()))) == after
+    after, orphaned = ledger().reassign(7, [5, 7, 8])  # nobody is lost
     assert orphaned == []
     assert all(after.slices(one, 7) == ledger().slices(one, 7) for one in (5, 7, 8))
 
@@ -52,7 +46,7 @@ def test_each_slice_belongs_to_one_survivor_whatever_the_losses() -> None:
             now, _ = now.reassign(until, sorted(left))
             found = Counter(place for one in left for place in now.slices(one, until))
             whole = [Place(tick, part, len(members)) for tick in range(first, until) for part in range(len(members))]
-            assert found == Counter(whole)
+            assert found == Counter(whole), (members, first, until, left)
 
 
 def test_what_a_server_has_of_the_lost_is_not_dealt() -> None:
@@ -70,8 +64,3 @@ def test_newer_is_the_later_epoch_then_the_later_round_then_the_one_with_more_lo
     ages = [ledger().age, again.age, ledger(round=4).age, ledger(round=4, epoch=2, first=0).age]
     assert ages == sorted(ages)
     assert len(set(ages)) == 4
-
-
-def test_it_travels_as_json() -> None:
-    after, _ = ledger().reassign(7, [5, 8])
-    assert SliceLedger.of_json(json.loads(json.dumps(after.as_json()))) == after
