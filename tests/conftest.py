@@ -50,7 +50,7 @@ GROUPS = {  # of a folder or file: its tests share what takes seconds to start
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=1_000, help="inputs that each fuzzed format gets")
-    parser.addoption("--schedules", type=int, default=2_000, help="schedules of the search over whole trainings (slow)")
+    parser.addoption("--schedules", type=int, default=2_000, help="schedules of each search over trainings (nightly)")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook

@@ -1,94 +1,28 @@
+"""A driver without processes: what it answers, and what it makes of what its hosts say."""
+
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from scripted_hosts import Scripted, Writing
 from typing_extensions import override
 
+from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.driver import Driver, Rendezvous
-from manyhands.engines.driver.host_processes import HostProcesses, process_indices_of
+from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.faults import Faults
 from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
 from manyhands.server.base import ServerSpec
+from manyhands.transport.frame import FrameError
 
-
-class Scripted(HostProcesses):
-    """Processes that send what the test gives them, and keep what is sent to them."""
-
-    def __init__(self, host: str, process_indices: list[int]) -> None:
-        self.host, self.process_indices = host, process_indices
-        self.output: list[tuple[int, dict[str, Any]]] = []
-        self.sent: list[tuple[int, dict[str, Any]]] = []
-        self.did: list[Any] = []
-        self.pages: dict[int, tuple[str, int]] = {}
-        self.silence_s = 0.0
-        self.shared: dict[str, Any] = {}
-
-    @override
-    def start(self, shared: dict[str, Any], program: int) -> None:
-        self.shared = shared
-        self.did.append("start")
-
-    @override
-    def filenos(self) -> list[int]:
-        return []
-
-    @override
-    def receive(self) -> list[tuple[int, dict[str, Any]]]:
-        output, self.output = self.output, []
-        return output
-
-    @override
-    def send(self, process_index: int, body: dict[str, Any]) -> None:
-        self.sent.append((process_index, body))
-
-    @override
-    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
-        self.did.append(number if process_indices is None else (number, *process_indices))
-
-    @override
-    def where(self) -> dict[int, tuple[str, int]]:
-        return self.pages
-
-    @override
-    def silent_s(self) -> float:
-        return self.silence_s
-
-    @override
-    def stacks(self) -> dict[int, str]:
-        self.did.append("stacks")
-        return {process_index: f"stack of {process_index}" for process_index in self.process_indices}
-
-    @override
-    def end(self, grace_s: float) -> None:
-        self.did.append(("end", grace_s))
-
-
-class Writing(Observer):
-    """Keeps what happens, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.reason = ""
-
-    @override
-    def event(self, event: Event) -> None:
-        self.log.append((event.rank, event.step))
-
-    @override
-    def answer(self, event: Event) -> dict[str, Any]:
-        self.log.append("asked")
-        return {"step": event.step}
-
-    @override
-    def stopping(self) -> str:
-        return self.reason
+SEGMENT = {"epoch": 0, "first": 0, "until": 2, "parts": 3, "size": 3, "left": None, "rank0_warmup_ticks": 0}
+NAMES = {0: "worker 0", 1: "worker 1", 2: "worker 2", -1: "server shard 0"}
 
 
 class Run:
@@ -108,112 +42,97 @@ class Run:
 
     def say(self, process_index: int, type: str, **body: Any) -> None:
         """A process sends something, and the driver receives it."""
-        host_processes = self.alpha if process_index in self.alpha.process_indices else self.beta
-        host_processes.output.append((process_index, {"type": type, **body}))
-        self.driver._hear(host_processes)
+        host = self.alpha if process_index in self.alpha.process_indices else self.beta
+        host.says(process_index, type, **body)
+        self.driver._hear(host)
 
-    def lease(self, process_index: int, **changes: Any) -> None:
+    def beat(self, phase: str, idle_s: float, *process_indices: int, step: int = 7, events: Any = ()) -> None:
+        for process_index in process_indices:
+            self.say(process_index, "beat", phase=phase, step=step, idle_s=idle_s, events=list(events))
+
+    def fail(self, rank: int, error: str, message: str, **more: Any) -> None:
+        body = {"phase": "wait", "step": 0, "detail": "Traceback", "family": "", "exit_code": 1, "secondary": False}
+        self.say(rank, "error", **{**body, "rank": rank, "error": error, "message": message, "lost": None, **more})
+
+    def lease(self, process_index: int, **changes: Any) -> list[tuple[int, Any]]:
+        """(process index, value) of all leases that are answered then, by host."""
         self.say(process_index, "lease", segment={**SEGMENT, **changes}, replica=process_index)
+        return self.sent()
 
     def sent(self) -> list[tuple[int, Any]]:
-        """(process index, value) of all leases that were answered since this was last called, by host."""
         sent = [*self.alpha.sent, *self.beta.sent]
         self.alpha.sent, self.beta.sent = [], []
         return [(process_index, body["value"]) for process_index, body in sent if body["type"] == "leased"]
 
-    def dies(self, process_index: int, **place: Any) -> None:
-        self.say(process_index, "exited", **{"status": -9, "phase": "wait", "step": 0, "detail": "", **place})
-
-
-SEGMENT = {"epoch": 0, "first": 0, "until": 2, "parts": 3, "size": 3, "left": None, "rank0_warmup_ticks": 0}
+    def ends_with(self, words: str, error: type[ManyhandsError] = WorkerFailed) -> Any:
+        with pytest.raises(error, match=words) as raised:
+            self.driver._finished()
+        return raised.value
 
 
 def test_all_hosts_start_and_end_and_values_are_in_rank_order() -> None:
     run = Run()
-    for host_processes, process_indices in ((run.alpha, (1, 0)), (run.beta, (2, -1))):
-        host_processes.output = [
-            (process_index, {"type": "value", "value": f"of {process_index}" if process_index >= 0 else None})
-            for process_index in process_indices
-        ]
-    run.driver._listen = lambda: [run.driver._hear(host_processes) for host_processes in run.driver.hosts]  # type: ignore[method-assign]
+    for host, process_indices in ((run.alpha, (1, 0)), (run.beta, (2, -1))):
+        for process_index in process_indices:
+            host.says(process_index, "value", value=f"of {process_index}" if process_index >= 0 else None)
+    run.driver._listen = lambda: [run.driver._hear(host) for host in run.driver.hosts]  # type: ignore[method-assign]
     assert run.driver.run("the program") == ["of 0", "of 1", "of 2"]
     assert run.alpha.did == run.beta.did == ["start", ("end", 0.5)]
-    assert run.alpha.shared["server"] == {
-        "rule": "add",
-        "bound": None,
-        "options": {},
-        "compress": "none",
-        "one_shard": False,
-    }
-    assert run.alpha.shared["servers"] == 1
+    server = {"rule": "add", "bound": None, "options": {}, "compress": "none", "one_shard": False}
+    assert (run.alpha.shared["server"], run.alpha.shared["servers"]) == (server, 1)
 
 
 def test_all_hosts_end_where_one_cannot() -> None:
-    run = Run()
-
     class Stuck(Scripted):
         @override
         def end(self, grace_s: float) -> None:
             super().end(grace_s)
             raise OSError("stuck")
 
+    run = Run()
     run.driver.hosts = [stuck := Stuck("alpha", [0, 1]), run.beta]
     with pytest.raises(OSError, match="stuck"):
         run.driver._end(0.0)
     assert stuck.did == run.beta.did == [("end", 0.0)]
 
 
+# -- leases, stops, events ---------------------------------------------------------------------------------------------
+
+
 def test_every_slice_is_leased_once_across_hosts() -> None:
     run = Run()
-    for process_index in (0, 2, 1, 2, 2, 1):
-        run.lease(process_index)
-    slices = [(value["index"], value["part"]) for _, value in run.sent()]
+    leased = [run.lease(process_index) for process_index in (0, 2, 1, 2, 2, 1)]
+    slices = [(value["index"], value["part"]) for ((_, value),) in leased]
     assert sorted(slices) == [(index, part) for index in (0, 1) for part in (0, 1, 2)]
-    run.lease(0)
-    ((process_index, end),) = run.sent()
+    ((process_index, end),) = run.lease(0)
     assert (process_index, end["reason"]) == (0, "")
     assert all(front == back for front, back in end["left"])
 
 
 def test_who_waits_while_worker_0_trains_alone_is_answered_when_it_is_done() -> None:
     run = Run()
-    for process_index in (2, 0):
-        run.lease(process_index, rank0_warmup_ticks=1)
-    assert [(process_index, value and value["part"]) for process_index, value in run.sent()] == [(0, 0), (2, None)]
-    run.lease(0, rank0_warmup_ticks=1)
-    assert [(process_index, value["part"]) for process_index, value in run.sent()] == [(0, 0), (2, 2)]
+    assert run.lease(2, rank0_warmup_ticks=1) == [(2, None)]
+    assert [(who, value["part"]) for who, value in run.lease(0, rank0_warmup_ticks=1)] == [(0, 0)]
+    assert [(who, value["part"]) for who, value in run.lease(0, rank0_warmup_ticks=1)] == [(0, 0), (2, 2)]
 
 
 def test_a_stop_ends_who_asks_and_who_waits() -> None:
-    run = Run()
+    """Every worker hears of it, and no shard."""
+    run, end = Run(), {"reason": "preempted", "left": [[0, 2]] * 3}
     run.lease(1, rank0_warmup_ticks=5)
-    run.sent()
-    run.observer.reason = "callback"
-    assert run.driver._stop()
-    assert run.sent() == [(1, {"reason": "callback", "left": [[0, 2]] * 3})]
-    run.lease(0, rank0_warmup_ticks=5)
-    assert run.sent() == [(0, {"reason": "callback", "left": [[0, 2]] * 3})]
-
-
-def test_every_worker_hears_of_a_stop_and_no_shard_does() -> None:
-    run = Run()
     run.observer.reason = "preempted"
-    run.driver._stop()
-    assert [
-        process_index
-        for host_processes in (run.alpha, run.beta)
-        for process_index, body in host_processes.sent
-        if body["type"] == "stop"
-    ] == [0, 1, 2]
+    assert run.driver._stop()
+    stopped = [index for host in (run.alpha, run.beta) for index, body in host.sent if body["type"] == "stop"]
+    assert stopped == [0, 1, 2]
     assert run.alpha.did == run.beta.did == [signal.SIGTERM]
+    assert run.sent() == [(1, end)]
+    assert run.lease(0, rank0_warmup_ticks=5) == [(0, end)]
 
 
 def test_leases_are_answered_before_events_are_written_and_questions_after() -> None:
     run = Run()
-    event = vars(Event(type="step", rank=1, step=4))
-    run.say(1, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
-    run.lease(1)
-    assert (len(run.sent()), run.observer.log) == (1, [])
+    run.beat("compute", 0.0, 1, events=[vars(Event(type="step", rank=1, step=4))])
+    assert (len(run.lease(1)), run.observer.log) == (1, [])
     run.say(0, "ask", event=vars(Event(type="epoch", step=9)))
     assert run.observer.log == [(1, 4), "asked"]
     assert run.alpha.sent == [(0, {"type": "answer", "value": {"step": 9}})]
@@ -227,57 +146,47 @@ def test_who_meets_gets_everybodys_value_in_the_order_agreed() -> None:
     met = {"type": "complete", "name": "ring", "values": [[1, 2], None, "port 3"]}
     assert run.alpha.sent == [(0, met)]
     assert run.beta.sent == [(2, met), (-1, met)]
+    rendezvous = Rendezvous()  # meetings of other names are apart, and names may be used again
+    arrivals = [(0, "a", 1), (1, "b", 2), (1, "a", 3), (0, "a", 4), (1, "a", 5)]
+    met_values = [rendezvous.arrive(who, name, [0, 1], value) for who, name, value in arrivals]
+    assert met_values == [None, None, [1, 3], None, [4, 5]]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:
     """CASE 21"""
     run = Run(servers=2)
-    lost = {"rank": 0, "phase": "exchange", "step": 3, "message": "lost", "detail": "", "error": "PeerLost"}
-    run.say(0, "error", **lost, family="PeerLost", exit_code=1, secondary=True, lost=-2)
+    run.fail(0, "PeerLost", "lost", family="PeerLost", secondary=True, lost=-2)
     assert not run.driver._finished()
-    run.dies(-2)
-    with pytest.raises(
-        WorkerFailed, match=r"^server shard 1 on beta was killed by signal 9 \(SIGKILL; .*in phase wait"
-    ):
-        run.driver._finished()
+    run.say(-2, "exited", status=-9, phase="wait", step=0, detail="")
+    run.ends_with(r"^server shard 1 on beta was killed by signal 9 \(SIGKILL; .*in phase wait")
 
 
-def test_a_shards_own_error_is_told_with_its_traceback() -> None:
+def test_an_error_is_told_with_its_traceback_and_ours_say_who_raised_them() -> None:
     run = Run()
-    body = {"rank": -1, "phase": "wait", "step": 0, "message": "3 != 4", "detail": "Traceback", "error": "KeyError"}
-    run.say(-1, "error", **body, family="", exit_code=1, secondary=False, lost=None)
-    with pytest.raises(
-        WorkerFailed, match=r"server shard 0 on beta failed in phase wait .*KeyError: 3 != 4\n\nTraceback"
-    ):
-        run.driver._finished()
-
-
-def test_our_own_errors_say_who_raised_them() -> None:
+    run.fail(-1, "KeyError", "3 != 4")
+    run.ends_with(r"server shard 0 on beta failed in phase wait .*KeyError: 3 != 4\n\nTraceback")
     run = Run()
-    body = {
-        "rank": 2,
-        "phase": "start",
-        "step": 0,
-        "message": "no such rule",
-        "detail": "Traceback",
-        "error": "BadInput",
-    }
-    run.say(2, "error", **body, family="BadInput", exit_code=2, secondary=False, lost=None)
-    with pytest.raises(BadInput, match="no such rule") as raised:
-        run.driver._finished()
-    assert raised.value.__notes__ == ["raised by worker 2 on beta:\nTraceback"]
+    run.fail(2, "BadInput", "no such rule", family="BadInput", exit_code=2)
+    assert run.ends_with("no such rule", BadInput).__notes__ == ["raised by worker 2 on beta:\nTraceback"]
+
+
+@pytest.mark.parametrize("family", ["is_whole", "annotations", "TypeGuard", "os", "__builtins__"])
+def test_an_error_of_no_family_of_ours_calls_nothing(family: str) -> None:
+    run = Run()
+    run.say(2, "error", rank=2, phase="compute", step=3, message="output", error="X", family=family)
+    run.ends_with("output", ManyhandsError)
 
 
 def test_a_hang_shows_every_stack_of_every_host() -> None:
     run = Run()
-    run.say(1, "beat", phase="compute", step=7, idle_s=0.0, events=[])
     run.now = 11.0
-    for process_index in (0, 2, -1):
-        run.say(process_index, "beat", phase="wait", step=7, idle_s=0.0, events=[])
-    run.say(1, "beat", phase="compute", step=7, idle_s=11.0, events=[])
-    with pytest.raises(WorkerFailed, match="worker 1 on alpha made no progress for 11.0 s, in phase compute") as raised:
-        run.driver._finished()
-    table, *stacks = raised.value.detail.split("\n\n")
+    run.beat("wait", 0.0, 0, 2, -1)
+    run.beat("compute", 11.0, 1)
+    error = run.ends_with("worker 1 on alpha made no progress for 11.0 s, in phase compute")
+    table, *stacks = error.detail.split("\n\n")
     assert "server shard 0 |" in table
     assert stacks == [f"{who}:\nstack of {process_index}" for process_index, who in NAMES.items()]
 
@@ -285,76 +194,23 @@ def test_a_hang_shows_every_stack_of_every_host() -> None:
 def test_a_worker_without_heartbeats_is_called_silent_where_its_page_says_it_is() -> None:
     run = Run()
     run.now = 11.0
-    for process_index in (0, 2):
-        run.say(process_index, "beat", phase="validation", step=7, idle_s=10.9, events=[])
+    run.beat("validation", 10.9, 0, 2)
     run.alpha.pages = {1: ("validation", 7)}
-    with pytest.raises(
-        WorkerFailed, match=r"worker 1 on alpha sent no heartbeat for 11\.0 s, in phase validation"
-    ) as raised:
-        run.driver._finished()
-    assert (raised.value.rank, raised.value.phase, raised.value.step) == (1, "validation", 7)
-    assert "only slow" not in str(raised.value)
+    error = run.ends_with(r"worker 1 on alpha sent no heartbeat for 11\.0 s, in phase validation")
+    assert (error.rank, error.phase, error.step) == (1, "validation", 7)
+    assert "only slow" not in str(error)
     assert run.alpha.did == run.beta.did == ["stacks"]
 
 
 def test_a_silent_host_is_called_silent_and_not_asked_for_stacks() -> None:
     run = Run()
     run.now = 11.0
-    for process_index in (0, 1):
-        run.say(process_index, "beat", phase="exchange", step=7, idle_s=10.9, events=[])
+    run.beat("exchange", 10.9, 0, 1)
     run.beta.silence_s = 10.5
-    with pytest.raises(WorkerFailed, match=r"nothing came from host beta for 10\.5 s, and worker 2") as raised:
-        run.driver._finished()
-    assert "only slow" not in str(raised.value)
+    error = run.ends_with(r"nothing came from host beta for 10\.5 s, and worker 2")
+    assert "only slow" not in str(error)
     assert (run.alpha.did, run.beta.did) == (["stacks"], [])
-    assert "worker 2:\n(no stack" in raised.value.detail
-
-
-NAMES = {0: "worker 0", 1: "worker 1", 2: "worker 2", -1: "server shard 0"}
-
-
-def test_a_message_of_no_known_type_is_an_error() -> None:
-    run = Run()
-    with pytest.raises(ManyhandsError, match="worker 2 on beta sent a message of unknown type 'hello'"):
-        run.say(2, "hello")
-
-
-@pytest.mark.parametrize(
-    ("type", "body"),
-    [
-        ("arrive", {"name": "ring", "process_indices": [2, 9], "value": 1}),
-        ("arrive", {"name": "ring", "process_indices": [0, 1], "value": 1}),
-        ("arrive", {"name": "ring", "process_indices": [], "value": 1}),
-    ],
-)
-def test_a_meeting_of_others_names_who_came_to_it(type: str, body: dict[str, Any]) -> None:
-    with pytest.raises(WorkerFailed, match="worker 2 on beta arrived at a rendezvous"):
-        Run().say(2, type, **body)
-
-
-def test_who_asks_for_rows_out_of_turn_is_named() -> None:
-    run = Run()
-    run.lease(2, rank0_warmup_ticks=1)
-    with pytest.raises(WorkerFailed, match="worker 2 on beta asked for rows out of turn"):
-        run.lease(2, rank0_warmup_ticks=1)
-
-
-@pytest.mark.parametrize("family", ["is_whole", "annotations", "TypeGuard", "os", "__builtins__"])
-def test_an_error_of_no_family_of_ours_calls_nothing(family: str) -> None:
-    run = Run()
-    error = {"rank": 2, "phase": "compute", "step": 3, "message": "output", "error": "X", "family": family}
-    run.say(2, "error", **error)
-    with pytest.raises(ManyhandsError, match="output"):
-        run.driver._finished()
-
-
-def test_an_event_that_makes_no_sense_names_its_worker_and_host() -> None:
-    run = Run()
-    run.driver.spec = replace(run.driver.spec, observer=Recorder(workers=3))
-    event = {"type": "step", "rank": 2, "step": 4, "values": {"epoch": 0}}
-    run.say(2, "beat", phase="compute", step=4, idle_s=0.0, events=[event])
-    with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step': it has no"):
-        run.driver._tell_observer()
+    assert "worker 2:\n(no stack" in error.detail
 
 
 def test_shipping_the_program_is_no_silence_of_the_workers() -> None:
@@ -373,29 +229,27 @@ def test_shipping_the_program_is_no_silence_of_the_workers() -> None:
     run.driver.run("the program")
     assert (run.now, verdicts) == (2000.0, [False])
     run.now += 11.0
-    for process_index in NAMES:
-        run.say(process_index, "beat", phase="compute", step=0, idle_s=11.0, events=[])
-    with pytest.raises(WorkerFailed, match=r"made no progress for 11\.0 s"):
-        run.driver._finished()
+    run.beat("compute", 11.0, *NAMES)
+    run.ends_with(r"made no progress for 11\.0 s")
 
 
-# -- rendezvous ----------------------------------------------------------------------------------------------------------
+# -- what makes no sense -----------------------------------------------------------------------------------------------
 
 
-def test_the_last_to_arrive_gets_all_values_in_order() -> None:
-    rendezvous = Rendezvous()
-    assert rendezvous.arrive(2, "ring", [0, 2, -1], "c") is None
-    assert rendezvous.arrive(-1, "ring", [0, 2, -1], None) is None
-    assert rendezvous.arrive(0, "ring", [0, 2, -1], "a") == ["a", "c", None]
-
-
-def test_meetings_of_other_names_are_apart_and_names_may_be_used_again() -> None:
-    rendezvous = Rendezvous()
-    assert rendezvous.arrive(0, "a", [0, 1], 1) is None
-    assert rendezvous.arrive(1, "b", [0, 1], 2) is None
-    assert rendezvous.arrive(1, "a", [0, 1], 3) == [1, 3]
-    assert rendezvous.arrive(0, "a", [0, 1], 4) is None
-    assert rendezvous.arrive(1, "a", [0, 1], 5) == [4, 5]
+def test_what_makes_no_sense_names_its_worker_and_host() -> None:
+    with pytest.raises(ManyhandsError, match="worker 2 on beta sent a message of unknown type 'hello'"):
+        Run().say(2, "hello")
+    for others in ([2, 9], [0, 1], []):
+        with pytest.raises(WorkerFailed, match="worker 2 on beta arrived at a rendezvous"):
+            Run().say(2, "arrive", name="ring", process_indices=others, value=1)
+    run = Run()
+    run.lease(2, rank0_warmup_ticks=1)
+    with pytest.raises(WorkerFailed, match="worker 2 on beta asked for rows out of turn"):
+        run.lease(2, rank0_warmup_ticks=1)
+    run.driver.spec = replace(run.driver.spec, observer=Recorder(workers=3))
+    run.beat("compute", 0.0, 2, events=[{"type": "step", "rank": 2, "step": 4, "values": {"epoch": 0}}])
+    with pytest.raises(WorkerFailed, match="worker 2 on beta sent an event.* 'step': it has no"):
+        run.driver._tell_observer()
 
 
 @pytest.mark.parametrize("values", [{}, {"fault": [1]}, {"fault": "pause=7@step:1+1"}, {"fault": "lunch"}])
@@ -403,8 +257,54 @@ def test_a_fault_that_nobody_planned_ends_nothing(values: dict[str, Any]) -> Non
     """A worker of another host may send anything."""
     run = Run()
     run.driver = Driver([run.alpha, run.beta], run.driver.spec, faults=Faults.parse("pause=2@step:1+1").planned)
-    run.say(2, "beat", phase="compute", step=1, idle_s=0.0, events=[{"type": "fault", "rank": 2, "values": values}])
+    run.beat("compute", 0.0, 2, step=1, events=[{"type": "fault", "rank": 2, "values": values}])
     run.driver._inject_faults()
     assert [host.did for host in (run.alpha, run.beta)] == [[], []]
     run.driver._tell_unfired()
     assert run.observer.log == [(0, 0)]
+
+
+# -- rows that workers deliver -----------------------------------------------------------------------------------------
+
+
+class Holding(Observer):
+    """Keeps the workers of these numbers waiting."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.came: list[RowPiece] = []
+
+    @override
+    def take_rows(self, piece: RowPiece) -> None:
+        if piece.data == b"nonsense":
+            raise FrameError("nonsense")
+        self.came.append(piece)
+
+    @override
+    def must_wait(self, piece: RowPiece) -> bool:
+        return piece.number in self.held
+
+
+def test_who_delivers_rows_is_answered_or_waits_until_there_is_room() -> None:
+    observer, host = Holding(), Scripted("here", [0, 1, 2])
+    driver = Driver([host], LaunchSpec(workers=3, observer=observer))
+
+    def heard(*rows: tuple[int, int], data: bytes = b"data") -> list[tuple[int, Any]]:
+        """What the workers are answered when (worker, number) come."""
+        host.sent.clear()
+        for worker, number in rows:
+            host.says(worker, "rows", number=number, part=0, last=True, parts=0, rows=1, data=data)
+        driver._hear(host)
+        assert all(body["type"] == "delivered" for _, body in host.sent)
+        return [(process_index, body["value"]) for process_index, body in host.sent]
+
+    assert heard((1, 0)) == [(1, True)]
+    assert [(piece.rank, piece.number, piece.data) for piece in observer.came] == [(1, 0, b"data")]
+    observer.held = {1, 2}
+    assert heard((1, 1), (2, 2)) == [(1, None), (2, None)]
+    observer.held = {2}
+    assert heard((0, 0)) == [(1, True), (0, True)]
+    observer.held = set()
+    assert heard((0, 3)) == [(2, True), (0, True)]
+    with pytest.raises(WorkerFailed, match="worker 2 on here sent rows that cannot be read: nonsense"):
+        heard((2, 0), data=b"nonsense")

@@ -46,18 +46,14 @@ def test_what_is_too_early_waits_in_memory_up_to_the_limit(tmp_path: Path) -> No
 
 
 def test_whose_rows_have_gone_on_never_waits(tmp_path: Path) -> None:
-    """Also where more than the limit waits for others."""
+    """Also where more than the limit waits for others; below the limit, and in memory, nobody does."""
     with RowCollector(tmp_path / "out.parquet", waiting_bytes=10) as collector:
         for number in (2, 3, 0):
             collector.take_rows(piece(number))
         assert [collector.must_wait(piece(number)) for number in (2, 3, 0)] == [True, True, False]
-
-
-def test_below_the_limit_and_in_memory_nobody_waits(tmp_path: Path) -> None:
-    early = piece(1)
     for output, limit in ((tmp_path / "out.parquet", 1 << 20), (None, 0)):
         with RowCollector(output, waiting_bytes=limit) as collector:
-            collector.take_rows(early)
+            collector.take_rows(early := piece(1))
             assert not collector.must_wait(early)
 
 
@@ -85,14 +81,12 @@ def test_who_does_not_write_counts(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_rows_that_never_came_are_an_error() -> None:
+def test_rows_that_never_came_are_no_rows_or_are_not_alike() -> None:
+    """No rows is a frame error; what is not alike is the user's."""
     with RowCollector(None) as collector:
         collector.take_rows(piece(1))
         with pytest.raises(ManyhandsError, match="rows of number 0, part 0 never came"):
             collector.finish()
-
-
-def test_what_is_no_rows_is_a_frame_error_and_what_is_not_alike_the_users() -> None:
     with RowCollector(None) as collector:
         with pytest.raises(FrameError, match="cannot be read"):
             collector.take_rows(RowPiece(number=0, rows=1, data=b"nonsense"))

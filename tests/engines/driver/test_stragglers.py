@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -58,13 +57,10 @@ def test_waiting_for_rows_counts_and_waiting_for_others_does_not() -> None:
     assert straggler.worker_id == 0
 
 
-def test_differences_of_short_steps_are_none() -> None:
+def test_differences_of_short_steps_are_none_and_one_alone_has_nobody_beside_it() -> None:
     found = Stragglers()
     report(found, {0: 0.0005, 1: 0.005})
     assert found.judge([0, 1]) is None
-
-
-def test_one_alone_has_nobody_beside_it() -> None:
     found = Stragglers()
     report(found, {0: 0.2})
     assert found.judge([0]) is None
@@ -83,20 +79,16 @@ def test_with_other_members_it_begins_anew() -> None:
     assert found.judge([0, 1]) == Straggler(1, 1.3, 0.3)
 
 
-@pytest.mark.parametrize(
-    "values", [{}, {"input_s": "long", "compute_s": 1.0, "rows": 1}, {"input_s": math.nan, "compute_s": 1.0, "rows": 1}]
-)
-def test_values_that_are_none_do_not_count(values: dict[str, Any]) -> None:
-    found = Stragglers()
-    for _ in range(WINDOW):
-        found.step(0, 0, values)
-    report(found, {1: 0.1})
-    assert found.judge([0, 1]) is None
-
-
-def test_steps_without_rows_do_not_count() -> None:
-    found = Stragglers()
-    for _ in range(WINDOW):
-        found.step(0, 0, {"input_s": 0.0, "compute_s": 0.0, "rows": 0})
-    report(found, {1: 0.1})
-    assert found.judge([0, 1]) is None
+def test_what_is_none_does_not_count() -> None:
+    """Values of no meaning, and steps without rows."""
+    for values in (
+        {},
+        {"input_s": "long", "compute_s": 1.0, "rows": 1},
+        {"input_s": math.nan, "compute_s": 1.0, "rows": 1},
+        {"input_s": 0.0, "compute_s": 0.0, "rows": 0},
+    ):
+        found = Stragglers()
+        for _ in range(WINDOW):
+            found.step(0, 0, values)
+        report(found, {1: 0.1})
+        assert found.judge([0, 1]) is None, values

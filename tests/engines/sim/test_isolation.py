@@ -1,6 +1,10 @@
 """What one simulated worker does to the process, the others do not see."""
 
+from __future__ import annotations
+
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,66 +17,49 @@ from manyhands.worker import Worker, current, set_current
 
 
 @pytest.fixture(autouse=True)
-def _process():
+def _process() -> Iterator[None]:
     """Leaves the process as it was."""
     before = capture()
     yield
     restore(before)
 
 
-def draws():
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def draws() -> tuple[float, ...]:
     """One number of each generator; an odd number of normal draws leaves numpy one that waits."""
-    return (
-        float(torch.rand(())),
-        float(np.random.rand()),
-        float(np.random.standard_normal()),
-        random.random(),
-        random.gauss(0, 1),
-    )
+    own = float(np.random.rand()), float(np.random.standard_normal()), random.random(), random.gauss(0, 1)
+    return float(torch.rand(())), *own
 
 
-def alone(seed, rounds):
-    timeline = Timeline()
+def test_generators_do_not_leak() -> None:
+    def programs(*seeds: int) -> Any:
+        timeline = Timeline()
 
-    def program():
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        drawn = []
-        for _ in range(rounds):
-            drawn.append(draws())
-            timeline.sleep(1.0)
-        return drawn
+        def program(seed: int) -> list[Any]:
+            seeded(seed)
+            drawn = []
+            for _ in range(5):
+                drawn.append(draws())
+                timeline.sleep(1.0)
+            return drawn
 
-    return timeline, program
+        return run(timeline, [lambda seed=seed: program(seed) for seed in seeds])
 
-
-def test_generators_do_not_leak():
-    wanted = []
-    for seed in range(3):
-        timeline, program = alone(seed, 5)
-        wanted += run(timeline, [program])
-    timeline = Timeline()
-
-    def program(seed):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        drawn = []
-        for _ in range(5):
-            drawn.append(draws())
-            timeline.sleep(1.0)
-        return drawn
-
-    assert run(timeline, [lambda seed=seed: program(seed) for seed in range(3)]) == wanted
+    assert programs(0, 1, 2) == programs(0) + programs(1) + programs(2)
 
 
-def test_numpys_pending_gauss_is_its_programs_own():
-    """Legacy normal draws come in pairs: the second one waits, and must not be another program's."""
+def test_numpys_pending_gauss_is_its_programs_own() -> None:
+    """Legacy normal draws come in pairs: the second one waits, and must not be another program's. Seeded again, a generator comes
+    to where it stood, with and without a number that waits."""
     expected = np.random.RandomState(7).standard_normal(4).tolist()
     timeline = Timeline()
 
-    def program(first):
+    def program(first: float) -> list[float]:
         timeline.sleep(first)
         np.random.seed(7)
         drawn = []
@@ -81,20 +68,28 @@ def test_numpys_pending_gauss_is_its_programs_own():
             timeline.sleep(1.0)
         return drawn
 
-    assert run(timeline, [lambda: program(0.0), lambda: program(0.5), lambda: program(1.0)]) == [expected] * 3
+    def again() -> list[float]:
+        drawn = []
+        for numbers in (2, 1, 2, 1):
+            np.random.seed(7)
+            np.random.standard_normal(numbers)
+            timeline.sleep(1.0)
+            drawn.append(float(np.random.standard_normal()))
+        return drawn
+
+    programs = [lambda: program(0.0), lambda: program(0.5), lambda: program(1.0), again, again]
+    assert run(timeline, programs) == [expected] * 3 + [[expected[2], expected[1]] * 2] * 2
 
 
-def test_all_begin_with_the_state_outside_and_leave_it_alone():
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
+def test_all_begin_with_the_state_outside_and_leave_it_alone() -> None:
+    seeded(1)
     np.random.standard_normal()  # one waits
     state = copied(capture())
     wanted = draws()
     restore(state)
     timeline = Timeline()
 
-    def program():
+    def program() -> Any:
         first = draws()
         timeline.sleep(1.0)
         draws()
@@ -104,72 +99,50 @@ def test_all_begin_with_the_state_outside_and_leave_it_alone():
     assert draws() == wanted
 
 
-def test_modes_do_not_leak():
+def test_modes_do_not_leak() -> None:
     timeline, seen = Timeline(), []
 
-    def without_grad():
+    def state() -> tuple[Any, ...]:
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return *grad, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), current()
+
+    def without_grad() -> Any:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             timeline.sleep(2.0)
             assert not torch.is_grad_enabled()
             return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
-    def plain():
-        for _ in range(3):
-            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-            timeline.sleep(1.0)
-
-    assert run(timeline, [without_grad, plain])[0] == (True, torch.bfloat16)
-    assert seen == [(True, False)] * 3
-    assert torch.is_grad_enabled()
-
-
-def test_inference_mode_and_default_dtype_do_not_leak():
-    timeline, seen = Timeline(), []
-
-    def infers(until):
+    def infers(nap: float) -> Any:
         with torch.inference_mode():
             for _ in range(3):
-                timeline.sleep(until)
+                timeline.sleep(nap)
                 assert torch.is_inference_mode_enabled()
         timeline.sleep(1.0)
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-    def doubles():
+    def doubles() -> None:
         torch.set_default_dtype(torch.float64)
+        set_current(worker := Worker(rank=3, size=5))
         for _ in range(5):
             timeline.sleep(0.9)
             assert torch.zeros(1).dtype == torch.float64
+            assert current() is worker
 
-    def plain():
+    def plain() -> None:
         for _ in range(9):
-            seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()))
+            seen.append(state())
             timeline.sleep(0.7)
 
-    values = run(timeline, [lambda: infers(1.0), plain, lambda: infers(1.5), doubles])
-    assert values[0] == values[2] == (False, True)
-    assert seen == [(False, True, torch.float32)] * 9
-    assert (torch.is_inference_mode_enabled(), torch.get_default_dtype()) == (False, torch.float32)
+    values = run(timeline, [without_grad, lambda: infers(1.0), plain, lambda: infers(1.5), doubles])
+    assert values == [(True, torch.bfloat16), (False, True), None, (False, True), None]
+    assert seen == [(True, False, False, torch.float32, None)] * 9
+    assert state() == seen[0]
 
 
-def test_each_program_is_its_own_worker():
+def test_a_failed_program_leaves_nothing_behind() -> None:
     timeline = Timeline()
 
-    def program(rank):
-        worker = Worker(rank=rank, size=3)
-        set_current(worker)
-        for _ in range(3):
-            timeline.sleep(1.0)
-            assert current() is worker
-        return current().rank
-
-    assert run(timeline, [lambda rank=rank: program(rank) for rank in range(3)]) == [0, 1, 2]
-    assert current() is None
-
-
-def test_a_failed_program_leaves_nothing_behind():
-    timeline = Timeline()
-
-    def fails():
+    def fails() -> None:
         torch.set_grad_enabled(False)
         torch.manual_seed(99)
         timeline.sleep(1.0)
@@ -180,22 +153,3 @@ def test_a_failed_program_leaves_nothing_behind():
         run(timeline, [fails])
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_pending_gauss_is_seen_where_the_generator_stands_as_before():
-    """Seeded again, a generator comes to where it stood, with and without a number that waits."""
-    timeline = Timeline()
-
-    def program():
-        drawn = []
-        for numbers in (2, 1, 2, 1):
-            np.random.seed(7)
-            np.random.standard_normal(numbers)
-            timeline.sleep(1.0)
-            drawn.append(float(np.random.standard_normal()))
-        return drawn
-
-    np.random.seed(7)
-    first = np.random.standard_normal(3)
-    expected = [first[2], first[1]] * 2
-    assert run(timeline, [program, program]) == [expected] * 2

@@ -6,7 +6,7 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import manyhands as mh
@@ -22,14 +22,18 @@ from manyhands.callbacks.base import Callback
 from manyhands.cli import commands
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.sim import engine as sim_engine
+from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.engine import Sim
+from manyhands.engines.sim.network import SimNetworkSpec
+from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
+from manyhands.own_loop.launch import launched_strategy, run_script
 from manyhands.replica.replica import Replica
 from manyhands.server.base import ServerSpec
 from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker, current
-from plain import cross_entropy, flat, mlp, plain_loop, rows, task
+from plain import cross_entropy, flat, mlp, rows, task
 
 SECOND_A_ROW = "compute=row=1"
 
@@ -51,11 +55,8 @@ def same(one: mh.Run, other: mh.Run) -> bool:
     return torch.equal(one.parameters, other.parameters) and one.metrics == other.metrics
 
 
-# -- the conformance suite --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("check", ENGINE_SUITE)
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_sim_passes(workers: int, check: str) -> None:
     """CASES 21, 28. What is killed here is a simulated worker: `faults=`, below, stands for SIGKILL."""
     ENGINE_SUITE[check](Sim(), workers=workers)
@@ -108,52 +109,65 @@ def test_an_error_in_a_gradient_says_where() -> None:
     with pytest.raises(WorkerFailed, match="no such gradient") as raised:
         train(task=task(loss=loss))
     shown = raised.value
-    assert (shown.rank, shown.host, shown.phase, shown.step, shown.error) == (
-        1,
-        "host1",
-        "compute",
-        2,
-        "ArithmeticError",
-    )
+    assert (shown.rank, shown.host, shown.phase, shown.step) == (1, "host1", "compute", 2)
+    assert shown.error == "ArithmeticError"
     assert "in loss" in shown.detail
 
 
-def test_bad_counts_are_refused() -> None:
+def test_what_is_refused_before_anything_is_written_or_computed(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise AssertionError("it began")
+
+    for error, words, spec, options in (
+        (BadInput, "leaves some of the 40 workers without a row", "", {"workers": 40}),
+        (BadInput, "last worker of this run is 2", "faults=kill=3@step:1", {}),
+        (BadInput, "last worker of this run is 2", "faults=pause=7@1s+2", {}),
+        (BadInput, "has 0 server shards", "faults=kill=shard0@1s", {}),
+        (BadInput, "last worker of this run is 2", "compute='3=5x'", {}),
+        (BadInput, "host3 does not exist", "network='link0-3=latency:1ms'", {}),
+        (Unsupported, "restarted worker cannot join", "faults='restart=1@step:99+1'", {}),
+        (Unsupported, "parameter server can have drop, reorder", "faults='drop=0.1,reorder=0.1'", {}),
+        (Unsupported, "computes on the CPU", "", {"device": "cuda"}),
+        (Unsupported, "hogwild.*on one machine", "", {"strategy": "hogwild"}),
+    ):
+        with pytest.raises(error, match=words):
+            train(spec, task=task(loss=loss), run_dir=tmp_path / "run", **options)
+        assert not (tmp_path / "run").exists(), words
     with pytest.raises(BadInput, match="workers must be a whole number of at least 1, not 0"):
         Sim().launch(lambda worker: None, LaunchSpec(workers=0))
-    with pytest.raises(BadInput, match="leaves some of the 40 workers without a row"):
-        train(workers=40)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "faults=kill=3@step:1",
-        "faults=pause=7@1s+2",
-        "faults=kill=shard0@1s",
-        "compute='3=5x'",
-        "network='link0-3=latency:1ms'",
-    ],
-)
-def test_what_is_of_a_worker_that_is_not_there_is_refused(spec: str) -> None:
-    with pytest.raises(BadInput, match="last worker of this run is 2|has 0 server shards|host3 does not exist"):
-        train(spec)
+    with pytest.raises(Unsupported, match="parameter server can have delay"):
+        launch(counted, faults="delay=0.1:1")
+    with pytest.raises(Unsupported, match="worker of engine sim, which shares its process"):
+        mh.launch(lambda: mh.train(task()), workers=2, engine="sim")
+    (tmp_path / "train.py").write_text("print('here')")
+    with pytest.raises(Unsupported, match="all workers in this process.*manyhands.launch"):
+        run_script(tmp_path / "train.py", workers=2, engine="sim")
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "local-sgd:period=3", "downpour", "downpour:bound=1", "quorum", "easgd"]
+    ("strategy", "when", "notice_s"),
+    [
+        *(("local-sgd:period=3", "40s", 2), ("downpour", "40s", 2), ("downpour:bound=1", "step:3", 2)),
+        *(
+            ("quorum", "40s", 2),
+            ("easgd", "step:3", 2),
+            ("allreduce", "step:3", 100),
+            ("downpour:bound=0", "step:3", 100),
+        ),
+    ],
 )
-@pytest.mark.parametrize("when", ["step:3", "40s"])
-def test_a_killed_worker_ends_a_training_by_name(strategy: str, when: str) -> None:
+def test_a_killed_worker_ends_a_training_by_name(strategy: str, when: str, notice_s: int) -> None:
+    """Also where another notices it first: it would be declared lost long after who waits for it has given up."""
+    spec = f"{SECOND_A_ROW},faults='kill=1@{when},notice={notice_s}'"
     with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed, as faults= asks for") as raised:
-        train(f"{SECOND_A_ROW},faults='kill=1@{when},notice=2'", strategy, task=task(batch_size=12, epochs=4))
+        train(spec, strategy, task=task(epochs=4), timeout_s=10.0 if notice_s == 100 else 300.0)
     assert raised.value.rank == 1
     assert raised.value.step >= 3
-    at = float(str(raised.value).rpartition("lost at ")[2].removesuffix(" s"))
-    assert at == pytest.approx(42.0 if when == "40s" else at)
+    assert when != "40s" or str(raised.value).endswith("lost at 42 s")
+    assert notice_s != 100 or isinstance(raised.value.__cause__, PeerLost)
 
 
 def test_a_worker_that_dies_at_its_step_computes_no_more() -> None:
@@ -175,7 +189,7 @@ def test_a_worker_that_dies_at_its_step_computes_no_more() -> None:
 def test_a_pause_takes_exactly_its_time() -> None:
     """All wait for the one that pauses, and hold the same bits."""
     plain = train(SECOND_A_ROW)
-    for pause in ("pause=1@step:2+2.5", "pause=2@5s+2.5", "pause=2@5s+1.5,pause=2@5.5s+2"):
+    for pause in ("pause=1@step:2+2.5", "pause=2@5s+1.5,pause=2@5.5s+2"):
         paused = train(f"{SECOND_A_ROW},faults='{pause}'")
         assert same(plain, paused)
         assert paused.seconds - plain.seconds == pytest.approx(2.5, abs=1e-9)
@@ -190,21 +204,14 @@ def test_a_straggler_sets_the_pace() -> None:
 
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
 def test_the_split_of_time_has_the_pauses(strategy: str) -> None:
-    plain, paused = (
-        train(f"{SECOND_A_ROW}{more}", strategy, workers=1) for more in ("", ",faults='pause=0@step:2+10'")
-    )
+    faults = ",faults='pause=0@step:2+10,pause=0@step:99+1,kill=0@1000s'"
+    plain, paused = (train(f"{SECOND_A_ROW}{more}", strategy, workers=1) for more in ("", faults))
     assert paused.seconds == plain.seconds + 10
     where = "compute" if strategy == "allreduce" else "exchange"  # downpour pulls before it computes
     assert paused.timing[where] == pytest.approx(plain.timing[where] + 10)
     assert sum(paused.timing.values()) == pytest.approx(paused.seconds)
-
-
-def test_a_fault_that_did_not_happen_is_a_warning() -> None:
-    run = train(f"{SECOND_A_ROW},faults='pause=1@step:99+1,kill=0@1000s,pause=1@step:1+1'")
-    assert [word for word in run.info["warnings"] if "did not happen" in word] == [
-        "faults: pause=1@step:99+1 did not happen: the run, or the worker or shard that it names, had ended before",
-        "faults: kill=0@1000s did not happen: the run, or the worker or shard that it names, had ended before",
-    ]
+    unfired = [word for word in paused.info["warnings"] if "did not happen" in word]
+    assert [word.split()[1] for word in unfired] == ["pause=0@step:99+1", "kill=0@1000s"]
 
 
 def test_a_shard_does_not_die_twice() -> None:
@@ -229,15 +236,14 @@ def counted(worker: Worker) -> tuple[int, int, float]:
     return worker.rank, worker.generation, worker.clock()
 
 
-@pytest.mark.parametrize(("when", "end"), [("step:3", 3 + 2 + 5), ("2.5s", 2.5 + 2 + 5)])
-def test_a_restarted_worker_begins_anew_in_the_next_generation(when: str, end: float) -> None:
-    values = launch(counted, compute="row=1", faults=f"restart=1@{when}+2")
-    assert values == [(0, 0, 5.0), (1, 1, end), (2, 0, 5.0)]
-
-
-def test_a_worker_may_be_restarted_twice_and_killed_in_the_end() -> None:
-    values = launch(counted, compute="row=1", faults="restart=1@1.5s+1,restart=1@4s+1")
-    assert values[1] == (1, 2, 10.0)
+def test_a_restarted_worker_begins_anew_in_the_next_generation() -> None:
+    for faults, generation, end in (
+        ("restart=1@step:3+2", 1, 3 + 2 + 5.0),
+        ("restart=1@2.5s+2", 1, 2.5 + 2 + 5),
+        ("restart=1@1.5s+1,restart=1@4s+1", 2, 10.0),
+    ):
+        values = launch(counted, compute="row=1", faults=faults)
+        assert values == [(0, 0, 5.0), (1, generation, end), (2, 0, 5.0)], faults
     with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed"):
         launch(counted, compute="row=1", faults="restart=1@1.5s+1,kill=1@4s")
 
@@ -259,43 +265,6 @@ def test_a_worker_may_be_back_at_once() -> None:
         assert launch(counted, compute="row=1", faults="restart=1@step:2", seed=seed)[1] == (1, 1, 7.0)
 
 
-def refused(words: str, spec: str, directory: Path, **options: Any) -> None:
-    """Before anything is written or computed."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise AssertionError("it began")
-
-    with pytest.raises(Unsupported, match=words):
-        train(spec, options.pop("strategy", "allreduce"), task=task(loss=loss), run_dir=directory / "run", **options)
-    assert not (directory / "run").exists()
-
-
-def test_a_training_refuses_a_restart_of_a_worker(tmp_path: Path) -> None:
-    refused(
-        "restart=1@step:99.1 is not possible, because a restarted worker cannot join",
-        "faults='restart=1@step:99+1'",
-        tmp_path,
-    )
-
-
-def test_faults_of_messages_want_a_server(tmp_path: Path) -> None:
-    refused("parameter server can have drop, reorder", "faults='drop=0.1,reorder=0.1'", tmp_path)
-    with pytest.raises(Unsupported, match="parameter server can have delay"):
-        launch(counted, faults="delay=0.1:1")
-
-
-def test_a_gpu_is_refused(tmp_path: Path) -> None:
-    refused("computes on the CPU", "", tmp_path, device="cuda")
-
-
-def test_a_death_is_named_also_where_another_notices_it_first() -> None:
-    """It would be declared lost long after who waits for it has given up."""
-    for strategy in ("allreduce", "downpour:bound=0"):
-        with pytest.raises(WorkerFailed, match="worker 1 on host1 was killed, as faults= asks for") as raised:
-            train(f"{SECOND_A_ROW},faults='kill=1@step:2,notice=100'", strategy, timeout_s=10.0)
-        assert isinstance(raised.value.__cause__, PeerLost)
-
-
 @pytest.mark.parametrize("strategy", ["allreduce", "downpour:bound=1", "quorum", "downpour:warmup=3"])
 def test_who_stands_still_for_too_long_ends_the_run(strategy: str) -> None:
     """Whether the others wait in the group, at the gate, for an answer or for rows."""
@@ -305,13 +274,15 @@ def test_who_stands_still_for_too_long_ends_the_run(strategy: str) -> None:
     assert raised.value.rank == victim
 
 
-def test_who_leaves_the_group_too_early_is_named_at_once() -> None:
-    def program(worker: Worker) -> None:
+def test_who_waits_too_long_or_for_one_that_left_hears_for_whom() -> None:
+    def leaves(worker: Worker) -> None:
         if worker.rank:
             worker.group.barrier()
 
     with pytest.raises(PeerLost, match="worker 0 .*left the group"):
-        launch(program)
+        launch(leaves)
+    with pytest.raises(PeerLost, match="worker 1 .*did not come for 10 s"):
+        train("compute='row=1,1=50x'", timeout_s=10.0)
 
 
 def test_a_slow_link_that_loses_messages_is_only_slow() -> None:
@@ -329,34 +300,15 @@ def test_replicas_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sim_engine, "COLLECT_AFTER_S", 0.0)
     gc.collect()
     gc.disable()
-    before = [one for one in gc.get_objects() if type(one) is Replica]  # another test's, in this process
+    before = {id(one) for one in gc.get_objects() if type(one) is Replica}  # another test's, in this process
     try:
         train()
-        assert [one for one in gc.get_objects() if type(one) is Replica] == before
+        assert not [one for one in gc.get_objects() if type(one) is Replica and id(one) not in before]
     finally:
         gc.enable()
 
 
-def test_who_waits_too_long_hears_for_whom() -> None:
-    def program(worker: Worker) -> None:
-        worker.driver.computed(1 + 99 * worker.rank)
-        worker.group.barrier()
-
-    with pytest.raises(PeerLost, match="worker 1 .*did not come for 10 s"):
-        launch(program, workers=2, compute="row=1", timeout_s=10.0)
-    with pytest.raises(PeerLost, match="did not come for 10 s"):
-        train("compute='row=1,1=50x'", timeout_s=10.0)
-
-
 # -- servers ---------------------------------------------------------------------------------------------------------
-
-
-def test_shards_hold_the_same_center_and_share_the_bytes() -> None:
-    """CASE 9"""
-    one, three = (train(strategy="downpour:bound=0", servers=servers) for servers in (1, 3))
-    assert same(one, three)
-    assert one.ledger["push"]["bytes"] == three.ledger["push"]["bytes"]
-    assert 3 * one.ledger["push"]["messages"] == three.ledger["push"]["messages"]
 
 
 def test_a_dead_shard_ends_the_run_by_name() -> None:
@@ -364,28 +316,20 @@ def test_a_dead_shard_ends_the_run_by_name() -> None:
         train(f"{SECOND_A_ROW},faults='kill=shard1@10s'", "downpour", servers=2)
 
 
-@pytest.mark.parametrize("what", ["restart", "pause"])
-def test_a_shard_that_comes_back_costs_time_alone(what: str) -> None:
+def test_a_shard_that_comes_back_costs_time_alone() -> None:
     plain = train(SECOND_A_ROW, "downpour:bound=0", servers=2)
-    late = train(f"{SECOND_A_ROW},faults='{what}=shard1@3.5s+4'", "downpour:bound=0", servers=2)
-    assert same(plain, late)
-    assert late.seconds == pytest.approx(plain.seconds + 3.5)  # asked at 4 s, answered at 7.5 s
+    for what in ("restart", "pause"):
+        late = train(f"{SECOND_A_ROW},faults='{what}=shard1@3.5s+4'", "downpour:bound=0", servers=2)
+        assert same(plain, late)
+        assert late.seconds == pytest.approx(plain.seconds + 3.5), what  # asked at 4 s, answered at 7.5 s
 
 
 # -- stopping, resuming, keeping -------------------------------------------------------------------------------------
 
 
-def result(directory: Path) -> dict[str, Any]:
-    """What a run directory says."""
-    return dict(json.loads((directory / "result.json").read_text()))
-
-
 class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
     def on_step(self, event: Event) -> Any:
-        return "stop" if event.step >= self.step else None
+        return "stop" if event.step >= 5 else None
 
 
 def test_max_seconds_are_virtual() -> None:
@@ -395,16 +339,9 @@ def test_max_seconds_are_virtual() -> None:
 
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip", "downpour"])
 def test_a_callbacks_stop_is_obeyed_at_the_next_tick(strategy: str) -> None:
-    runs = [train("compute='row=0,step=1'", strategy, task=task(epochs=100), callbacks=[StopsAt(5)]) for _ in range(2)]
+    runs = [train("compute='row=0,step=1'", strategy, task=task(epochs=100), callbacks=[StopsAt()]) for _ in range(2)]
     assert same(*runs)
     assert all(run.info["stopped"] == "callback" and run.steps <= 7 for run in runs)
-
-
-def test_early_stopping_stops() -> None:
-    early = mh.EarlyStopping(metric="validation_loss", patience=2)
-    run = train(task=task(epochs=300, validation_data=rows(9, seed=2)), callbacks=[early])
-    assert run.info["stopped"] == "callback"
-    assert 0 < run.steps < 300 * 4
 
 
 def dropping() -> nn.Module:
@@ -426,14 +363,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, strategy: str) -
     assert [row["tick"] for row in resumed.history] == list(range(9))
 
 
-def test_the_best_is_kept() -> None:
-    fields = {
-        "task": task(
-            epochs=30, validation_data=rows(9, seed=2), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=3.0)
-        )
-    }
-    best, last = (train(**fields, keep=keep) for keep in ("best:validation_loss", "last"))
-    assert best.metrics["validation_loss"] < last.metrics["validation_loss"]
+def result(directory: Path) -> dict[str, Any]:
+    """What a run directory says."""
+    return dict(json.loads((directory / "result.json").read_text()))
 
 
 def test_a_run_directory_holds_virtual_time(tmp_path: Path) -> None:
@@ -466,19 +398,14 @@ def state_of_the_process() -> list[Any]:
     ]
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("fault", ["", "kill=1@step:2"])
 def test_nothing_is_left_and_the_next_run_is_the_same(fault: str) -> None:
     """As in a notebook, where cells run again in one process; also after a run that failed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
     before = state_of_the_process()
+    launch(lambda worker: (np.random.rand(worker.rank + 1), random.random(), torch.rand(3), worker.group.barrier()))
+    assert state_of_the_process() == before
     first = train(task=task(model=dropping, train_data=rows(36)))
     if fault:
         with pytest.raises(WorkerFailed):
@@ -490,47 +417,28 @@ def test_nothing_is_left_and_the_next_run_is_the_same(fault: str) -> None:
     random.setstate(before[4])
     torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
     assert state_of_the_process() == before
-
-
-def test_a_launch_leaves_the_random_state_of_its_caller() -> None:
-    before = state_of_the_process()
-    launch(lambda worker: (np.random.rand(worker.rank + 1), random.random(), torch.rand(3), worker.group.barrier()))
-    assert state_of_the_process() == before
+    torch.set_num_threads(threads)
 
 
 def test_a_given_module_holds_the_final_weights() -> None:
+    """A function that gives one module to all workers gives each its own, as on engine local."""
     torch.manual_seed(0)
-    given = mlp()
+    given, shared = mlp(), mlp()
+    shared.load_state_dict(given.state_dict())
     run = train(task=task(model=given))
     assert run.model is given
     assert torch.equal(flat(given), run.parameters)
     assert same(train(), run)
+    assert same(train(task=task(model=lambda: shared)), run)
 
 
-def test_a_function_that_gives_one_module_to_all_workers() -> None:
-    """As on engine local, each worker has its own."""
-    torch.manual_seed(0)
-    given = mlp()
-    assert torch.equal(train(task=task(model=lambda: given)).parameters, train().parameters)
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([(x, y) for x, y in zip(*rows(39), strict=True)])
-
-
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "downpour", "gossip"])
-def test_streams(strategy: str) -> None:
-    """CASE 18"""
-    run = train(strategy=strategy, task=task(train_data=Stream()))
-    assert run.rows["total"] == 2 * 39
-    assert run.parameters.isfinite().all()
-
-
-def test_one_worker_is_a_plain_loop() -> None:
-    """CASE 1"""
-    model, _ = plain_loop(mlp, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), rows(39), batch_size=12, epochs=2)
-    assert torch.equal(train(workers=1).parameters, flat(model))
+def test_the_order_of_hogwild_is_the_seeds() -> None:
+    """Nothing else knows it."""
+    first, again, other = (
+        train(f"network='workers_per_host=3',compute='jitter=exponential',seed={seed}", "hogwild") for seed in (1, 1, 2)
+    )
+    assert same(first, again)
+    assert not same(first, other)
 
 
 # -- launch and prepare ----------------------------------------------------------------------------------------------
@@ -556,8 +464,8 @@ def own_loop(prepared: bool = True) -> tuple[Tensor, float, float]:
     return flat(model), mh.worker().clock(), float(torch.rand(1))
 
 
-def prepare(strategy: str, workers: int = 3, engine: str = f"sim:{SECOND_A_ROW}") -> list[Any]:
-    return mh.launch(own_loop, workers=workers, strategy=strategy, engine=engine, threads_per_worker=1)
+def prepare(strategy: str, engine: str = f"sim:{SECOND_A_ROW}") -> list[Any]:
+    return mh.launch(own_loop, workers=3, strategy=strategy, engine=engine, threads_per_worker=1)
 
 
 def test_a_prepared_script_on_all_workers_is_the_script_alone() -> None:
@@ -568,21 +476,16 @@ def test_a_prepared_script_on_all_workers_is_the_script_alone() -> None:
         torch.testing.assert_close(parameters, alone, rtol=0, atol=1e-12)
         assert seconds == 2 * (4 + 4 + 4 + 1)
     assert len({drawn for _, _, drawn in ends}) == 3
-
-
-@pytest.mark.parametrize("strategy", ["local-sgd:period=3", "gossip:graph=ring", "gossip:graph=random"])
-def test_a_prepared_script_under_other_strategies(strategy: str) -> None:
-    ends = prepare(strategy)
-    assert all(torch.equal(ends[0][0], parameters) for parameters, _, _ in ends)
-    assert torch.equal(ends[0][0], prepare(strategy)[0][0])
+    with pytest.raises(WorkerFailed, match="worker 2 .*at step 3"):
+        prepare("allreduce", engine=f"sim:{SECOND_A_ROW},faults='kill=2@step:3'")
 
 
 def test_many_prepared_workers() -> None:
-    """None waits inside autograd's engine, which keeps count of who is in it."""
+    """None waits inside autograd's engine, which keeps count of who is in it, up to about 60 deep."""
 
     def program() -> Tensor:
         torch.manual_seed(0)
-        model = mlp()
+        model = nn.Linear(5, 3).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = mh.prepare(model, optimizer, [rows(80)])
         for batch in loader:
@@ -592,11 +495,6 @@ def test_many_prepared_workers() -> None:
 
     ends = mh.launch(program, workers=80, engine="sim")
     assert all(torch.equal(ends[0], end) for end in ends)
-
-
-def test_a_prepared_scripts_faults_are_at_its_steps() -> None:
-    with pytest.raises(WorkerFailed, match="worker 2 .*at step 3"):
-        prepare("allreduce", engine=f"sim:{SECOND_A_ROW},faults='kill=2@step:3'")
 
 
 def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -621,8 +519,6 @@ def test_others_are_quiet_and_the_caller_is_not(capsys: pytest.CaptureFixture[st
 def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is the last to end, and whether it was given as a string or not."""
     monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
-    from manyhands.own_loop.launch import launched_strategy
-
     for strategy in ("local-sgd:period=3", mh.LocalSGD(period=3)):
 
         def program() -> Any:
@@ -631,30 +527,6 @@ def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) 
 
         assert mh.launch(program, workers=3, engine="sim", strategy=strategy) == [strategy] * 3
         assert launched_strategy() is None
-
-
-def test_hogwild_wants_one_host() -> None:
-    """Where its order, which nothing else knows, is the seed's."""
-    with pytest.raises(Unsupported, match="hogwild.*on one machine"):
-        train(strategy="hogwild")
-    first, again, other = (
-        train(f"network='workers_per_host=3',compute='jitter=exponential',seed={seed}", "hogwild") for seed in (1, 1, 2)
-    )
-    assert same(first, again)
-    assert not same(first, other)
-
-
-def test_a_training_inside_of_a_launch_is_refused() -> None:
-    with pytest.raises(Unsupported, match="worker of engine sim, which shares its process"):
-        mh.launch(lambda: mh.train(task()), workers=2, engine="sim")
-
-
-def test_a_script_is_refused(tmp_path: Path) -> None:
-    from manyhands.own_loop.launch import run_script
-
-    (tmp_path / "train.py").write_text("print('here')")
-    with pytest.raises(Unsupported, match="all workers in this process.*manyhands.launch"):
-        run_script(tmp_path / "train.py", workers=2, engine="sim")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -667,40 +539,29 @@ def command(*arguments: str) -> Any:
 
 def test_the_command(tmp_path: Path) -> None:
     """Options of the command and of the spec string are the same."""
-    common = ("-n", "8", "--max-steps", "4", "--log", "quiet", "--batch-size", "64")
-    apart = command(*common, "--network", "latency=1ms,bandwidth=1Gbit", "--compute", "row=1e-3,3=5x",
+    common = ("-n", "3", "--max-steps", "3", "--log", "quiet", "--batch-size", "6")
+    apart = command(*common, "--network", "latency=1ms,bandwidth=1Gbit", "--compute", "row=1e-3,2=5x",
                     "--faults", "pause=1@step:2+1", "--sim-seed", "3", "--run-dir", str(tmp_path / "one"))  # fmt: skip
     assert apart.exit_code == 0, apart.output
-    spec = "sim:network='latency=1ms,bandwidth=1Gbit',compute='row=1e-3,3=5x',faults='pause=1@step:2+1',seed=3"
+    spec = "sim:network='latency=1ms,bandwidth=1Gbit',compute='row=1e-3,2=5x',faults='pause=1@step:2+1',seed=3"
     together = command(*common, "--engine", spec, "--run-dir", str(tmp_path / "two"))
     assert together.exit_code == 0, together.output
     one, other = (result(tmp_path / name) for name in ("one", "two"))
     assert one["seconds"] == other["seconds"]
     assert one["info"]["simulated"] == other["info"]["simulated"]
-    assert one["seconds"] > 1 + 8e-3 + 3 * 8 * 5e-3  # worker 3 waits for the pause of worker 1
+    assert one["seconds"] > 1 + 2 * 2 * 5e-3  # worker 2 waits for the pause of worker 1
     assert "simulated" in apart.output
+    refused = command("-n", "2", "--faults", "kill=9@step:1", "--run-dir", str(tmp_path / "run"))
+    assert refused.exit_code == 2
+    assert "the last worker of this run is 1" in refused.output
 
 
 def test_the_command_takes_a_profile(tmp_path: Path) -> None:
-    from manyhands.engines.sim.compute import Compute
-    from manyhands.engines.sim.network import SimNetworkSpec
-    from manyhands.engines.sim.profile import Profile
-
-    measured = Profile(
-        networks={"local": SimNetworkSpec.parse("latency=2ms")},
-        compute=Compute.parse("row=0,step=1"),
-        task="digits",
-        workers=2,
-    )
+    networks = {"local": SimNetworkSpec.parse("latency=2ms")}
+    measured = Profile(networks=networks, compute=Compute.parse("row=0,step=1"), task="digits", workers=2)
     measured.save(tmp_path / "profile.json")
     found = command("-n", "2", "--max-steps", "3", "--log", "quiet", "--profile", str(tmp_path / "profile.json"),
                     "--run-dir", str(tmp_path / "run"))  # fmt: skip
     assert found.exit_code == 0, found.output
     run = result(tmp_path / "run")
     assert (run["info"]["engine"], round(run["seconds"])) == ("sim", 3)
-
-
-def test_the_commands_errors_are_bad_input(tmp_path: Path) -> None:
-    found = command("-n", "2", "--faults", "kill=9@step:1", "--run-dir", str(tmp_path / "run"))
-    assert found.exit_code == 2
-    assert "the last worker of this run is 1" in found.output

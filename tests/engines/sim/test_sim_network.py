@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import math
+import re
 
 import pytest
 
@@ -12,15 +15,16 @@ EVERYTHING = (
 )
 
 
-def wires(text, workers=4, shards=0):
+def wires(text: str, workers: int = 4, shards: int = 0) -> NetworkState:
     return NetworkState(SimNetworkSpec.parse(text), workers, shards)
 
 
 # -- how it is written ---------------------------------------------------------------------------------------------------
 
 
-def test_everything_at_once():
-    assert SimNetworkSpec.parse(EVERYTHING) == SimNetworkSpec(
+def test_what_is_read() -> None:
+    parse = SimNetworkSpec.parse
+    assert parse(EVERYTHING) == SimNetworkSpec(
         latency=1e-4,
         bandwidth=1e9,
         duplex="shared",
@@ -31,29 +35,18 @@ def test_everything_at_once():
         links={(0, 3): SimLink(latency=0.1, bandwidth=1e6), (-1, 2): SimLink(latency=1.0)},
         collective="ring",
     )
-
-
-@pytest.mark.parametrize(
-    "text", ["", "free", *PRESETS, EVERYTHING, "workers_per_host=all", "wan,servers=spread,host0=latency:1"]
-)
-def test_str_is_what_parse_reads(text):
-    network = SimNetworkSpec.parse(text)
-    assert SimNetworkSpec.parse(str(network)) == network
-    assert hash(SimNetworkSpec.parse(str(network))) == hash(network)
-
-
-def test_free_is_the_default():
-    assert SimNetworkSpec.parse("") == SimNetworkSpec.parse("free") == SimNetworkSpec()
+    for text in ("", "free", *PRESETS, EVERYTHING, "workers_per_host=all", "wan,servers=spread,host0=latency:1"):
+        assert parse(str(parse(text))) == parse(text), text
+        assert hash(parse(str(parse(text)))) == hash(parse(text)), text
+    assert parse("") == parse("free") == SimNetworkSpec()
     assert str(SimNetworkSpec()) == "free"
-
-
-def test_a_preset_and_what_differs():
-    lan = SimNetworkSpec.parse("lan,duplex=shared")
+    lan = parse("lan,duplex=shared")
     assert (lan.latency, lan.bandwidth, lan.duplex) == (1e-4, 1e9, "shared")
-    assert SimNetworkSpec.parse("workers-per-host=2,lan").workers_per_host == 2
+    assert parse("workers-per-host=2,lan").workers_per_host == 2
+    assert parse("link3-0=latency:1,linkhost4-host2=latency:2").links.keys() == {(0, 3), (2, 4)}
 
 
-def test_text_changes_only_what_it_names():
+def test_text_changes_only_what_it_names() -> None:
     before = SimNetworkSpec.parse("lan,workers_per_host=4,host3=bandwidth:1e8,link0-3=latency:1")
     after = before.with_text("latency=1s,host3=latency:2s,link0-3=bandwidth:5,host1=latency:0")
     assert (after.latency, after.bandwidth, after.workers_per_host) == (1.0, 1e9, 4)
@@ -62,179 +55,96 @@ def test_text_changes_only_what_it_names():
     assert before.hosts == {3: SimLink(bandwidth=1e8)}
 
 
-def test_the_lower_host_comes_first():
-    assert SimNetworkSpec.parse("link3-0=latency:1,linkhost4-host2=latency:2").links.keys() == {(0, 3), (2, 4)}
+REFUSED = {
+    "latncy=1": "no option 'latncy'.*did you mean 'latency'.*host3=",
+    "hosts=1": "no option 'hosts'",
+    "ethernet": "presets are free, lan, datacenter, wan",
+    "latency=fast": "latency must be a time",
+    "bandwidth=100MB": "bandwidth must be a number of bit/s.*8Mbit",
+    "duplex=half": "duplex must be one of full, shared",
+    "collective=star": "collective must be one of auto, cheapest, ring, tree, hierarchical",
+    "servers=all": "servers must be one of own, spread",
+    "workers_per_host=0": "workers_per_host must be a whole number of at least 1, or all",
+    "workers_per_host=1.5": "workers_per_host must be a whole number",
+    "host3=1Gbit": "host3 must be .*got '1Gbit'.*write host3=",
+    "host3=latency:x": "host3: latency must be a time",
+    "link0-0=latency:1": "link0-0 names the same host twice: .* local_latency",
+}
+NO_SENSE = ({"latency": -1.0}, {"latency": math.inf}, {"bandwidth": 0.0}, {"bandwidth": math.nan}, {"duplex": "half"},
+            {"links": {(1, 0): SimLink()}})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("latncy=1", "network has no option 'latncy'.*did you mean 'latency'.*host3="),
-        ("hosts=1", "network has no option 'hosts'"),
-        ("ethernet", "'ethernet' is neither option=value nor a preset; presets are free, lan, datacenter, wan"),
-        ("latency=fast", "network: latency must be a time in seconds"),
-        ("bandwidth=100MB", "network: bandwidth must be a number of bit/s.*8Mbit"),
-        ("duplex=half", "network: duplex must be one of full, shared, not 'half'"),
-        ("collective=star", "network: collective must be one of auto, cheapest, ring, tree, hierarchical, not 'star'"),
-        ("servers=all", "network: servers must be one of own, spread"),
-        ("workers_per_host=0", "workers_per_host must be a whole number of at least 1, or all; got 0"),
-        ("workers_per_host=1.5", "workers_per_host must be a whole number"),
-        ("host3=1Gbit", "host3 must be latency:TIME, bandwidth:BITS or both.*got '1Gbit'.*write host3="),
-        ("host3=latency:x", "host3: latency must be a time"),
-        ("link0-0=latency:1", "link0-0 names the same host twice: .* local_latency"),
-    ],
-)
-def test_what_is_refused(text, message):
-    with pytest.raises(BadInput, match=message):
-        SimNetworkSpec.parse(text)
-
-
-def test_an_unknown_option_is_an_unknown_name():
+def test_what_is_refused() -> None:
+    for text, words in REFUSED.items():
+        with pytest.raises(BadInput) as raised:
+            SimNetworkSpec.parse(text)
+        assert re.search(words, str(raised.value)), (text, raised.value)
     with pytest.raises(UnknownName):
         SimNetworkSpec.parse("speed=1")
+    for options in NO_SENSE:
+        with pytest.raises(BadInput, match="network: "):
+            SimNetworkSpec(**options)  # type: ignore[arg-type]
+    for text, name in (("host4=latency:1", "host4"), ("link0-9=latency:1", "host9"), ("shard2=latency:1", "shard2")):
+        with pytest.raises(BadInput, match=f"{name} does not exist here.*host0 to host3 and shard0 to shard1"):
+            wires(text, shards=2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"latency": -1.0},
-        {"latency": math.inf},
-        {"bandwidth": 0.0},
-        {"bandwidth": math.nan},
-        {"duplex": "half"},
-        {"links": {(1, 0): SimLink()}},
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused_from_python_too(options):
-    with pytest.raises(BadInput, match="network: "):
-        SimNetworkSpec(**options)
-
-
-# -- who is where --------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_of_workers_and_a_host_for_each_shard():
+def test_who_is_where() -> None:
+    """Blocks of workers; shards on hosts of their own, or spread over the workers'."""
     net = wires("workers_per_host=4", workers=10, shards=2)
     assert [net.host_of(node) for node in (0, 3, 4, 7, 8, 9, -1, -2)] == [0, 0, 1, 1, 2, 2, -1, -2]
     assert net.hosts == 3
-
-
-def test_shards_spread_over_the_workers_hosts():
     net = wires("workers_per_host=4,servers=spread", workers=8, shards=3)
     assert [net.host_of(-1 - shard) for shard in range(3)] == [0, 1, 0]
-
-
-def test_all_on_one_host():
     net = NetworkState(SimNetworkSpec(workers_per_host=ALL), 1000, 0)
     assert (net.hosts, net.host_of(999)) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "name"), [("host4=latency:1", "host4"), ("link0-9=latency:1", "host9"), ("shard2=latency:1", "shard2")]
-)
-def test_hosts_that_are_not_there(text, name):
-    with pytest.raises(
-        BadInput, match=f"{name} does not exist here: the hosts are host0 to host3 and shard0 to shard1 .workers: 4, "
-    ):
-        wires(text, shards=2)
+# -- when messages arrive ------------------------------------------------------------------------------------------------
+
+HOST_1 = "latency=1,bandwidth=1000,host1=bandwidth:100/latency:3,host2=bandwidth:50"
+LINK_0_1 = "bandwidth=1000,host1=latency:3,link0-1=latency:0.5/bandwidth:10"
+LOCAL = "latency=9,bandwidth=1,workers_per_host=2,local_latency=0.1,local_bandwidth=1000"
+SECOND = "bandwidth=1000"  # bit/s: 125 bytes take a second
+# the network, shards, messages (from, to, bytes, when they are sent), when they arrive
+ARRIVALS: list[tuple[str, int, list[tuple[int, int, int, float]], list[float]]] = [
+    ("latency=0.5ms,bandwidth=1Gbit", 0, [(0, 1, 1_000_000, 2.0)], [2.0085]),  # 8 million bit take 8 ms
+    ("", 0, [(0, 1, 10**9, 2.0)], [2.0]),
+    ("latency=1ms,bandwidth=1", 0, [(0, 1, 0, 0.0)], [0.001]),
+    # within a host 800 bit at 1000 bit/s; the card is not used, and nothing queues
+    (LOCAL, 0, [(0, 1, 100, 0.0), (0, 1, 100, 0.0), (0, 2, 0, 0.0)], [0.9, 0.9, 9.0]),
+    # the slower card and the slower latency
+    (HOST_1, 0, [(0, 1, 100, 0.0)], [8 + 3]),
+    (HOST_1, 0, [(1, 2, 100, 0.0)], [16 + 3]),
+    # a link of its own goes before the hosts; one that is faster than the cards is as fast as they are
+    (LINK_0_1, 0, [(0, 1, 10, 0.0), (1, 2, 0, 10.0)], [8.5, 13.0]),
+    ("bandwidth=10,link0-1=bandwidth:1e9", 0, [(0, 1, 10, 0.0)], [8.0]),
+    # an incast queues at the server's card; two shards halve the queue; a card ten times as fast takes ten times as many
+    *((f"latency=0.25,{SECOND},duplex={duplex}", 1, [(rank, -1, 125, 0.0) for rank in range(4)], [1.25, 2.25, 3.25, 4.25])
+      for duplex in ("full", "shared")),
+    (SECOND, 2, [(0, -1, 125, 0.0), (1, -1, 125, 0.0), (0, -2, 125, 0.0), (1, -2, 125, 0.0)], [1, 2, 2, 3]),
+    (f"{SECOND},shard0=bandwidth:10000", 1, [(rank, -1, 125, 0.0) for rank in range(4)], [1.0, 1.1, 1.2, 1.3]),
+    # both directions at once only with full duplex
+    (f"{SECOND},duplex=full", 1, [(0, -1, 125, 0.0), (-1, 0, 125, 0.0)], [1, 1]),
+    (f"{SECOND},duplex=shared", 1, [(0, -1, 125, 0.0), (-1, 0, 125, 0.0)], [1, 2]),
+    # workers of one host share its card: another shard, the same card; another host, the same shard
+    (f"{SECOND},workers_per_host=2", 2, [(0, -1, 125, 0.0), (1, -2, 125, 0.0), (2, -1, 125, 0.0), (3, -2, 125, 0.0)],
+     [1, 2, 2, 3]),
+    (f"latency=5,{SECOND}", 1, [(0, -1, 125, 0.0), (0, -1, 125, 0.5), (0, -1, 125, 10.0)], [6, 7, 16]),  # it runs empty
+    # a slow link has its own queue, each direction one, and holds up no other
+    (f"{SECOND},link0-1=bandwidth:10", 0, [(0, 1, 125, 0.0), (0, 1, 125, 0.0), (0, 2, 125, 0.0), (1, 0, 125, 0.0)],
+     [100, 200, 3, 100]),
+]  # fmt: skip
 
 
-# -- one message -----------------------------------------------------------------------------------------------------------
+def test_when_messages_arrive() -> None:
+    for text, shards, messages, wanted in ARRIVALS:
+        net = wires(text, shards=shards)
+        assert [net.send(*message) for message in messages] == pytest.approx(wanted), (text, messages)
+    assert wires(HOST_1).way(0, 2).latency == 1.0
 
 
-def test_latency_and_bandwidth():
-    """8 · 1,000,000 bit over 1e9 bit/s: 8 ms, and 0.5 ms of latency."""
-    assert wires("latency=0.5ms,bandwidth=1Gbit").send(0, 1, 1_000_000, at=2.0) == pytest.approx(2.0085)
-
-
-def test_a_free_network_takes_no_time():
-    assert wires("").send(0, 1, 10**9, at=2.0) == 2.0
-
-
-def test_no_bytes_take_latency():
-    assert wires("latency=1ms,bandwidth=1").send(0, 1, 0, at=0.0) == 0.001
-
-
-def test_within_a_host():
-    """800 bit at 1000 bit/s: 0.8 s, and 0.1 s of latency; the card is not used, and nothing queues."""
-    net = wires("latency=9,bandwidth=1,workers_per_host=2,local_latency=0.1,local_bandwidth=1000")
-    assert [net.send(0, 1, 100, at=0.0) for _ in range(2)] == [pytest.approx(0.9)] * 2
-    assert net.send(0, 2, 0, at=0.0) == 9.0
-
-
-def test_the_slower_card_and_the_slower_latency():
-    """Host 1's card does 100 bit/s with 3 s of latency, host 2's 50 bit/s with 1 s: 800 bit take 16 s and 3 s."""
-    net = wires("latency=1,bandwidth=1000,host1=bandwidth:100/latency:3,host2=bandwidth:50")
-    assert net.send(0, 1, 100, at=0.0) == pytest.approx(8 + 3)
-    assert (
-        wires("latency=1,bandwidth=1000,host1=bandwidth:100/latency:3,host2=bandwidth:50").send(1, 2, 100, 0.0)
-        == 16 + 3
-    )
-    assert net.way(0, 2).latency == 1.0
-
-
-def test_a_link_of_its_own_goes_before_the_hosts():
-    """host1 has 3 s of latency, but its link to host 0 0.5 s and 10 bit/s: 80 bit take 8.5 s."""
-    net = wires("bandwidth=1000,host1=latency:3,link0-1=latency:0.5/bandwidth:10")
-    assert net.send(0, 1, 10, at=0.0) == 8.5
-    assert net.send(1, 2, 0, at=10.0) == 13.0
-
-
-def test_a_link_faster_than_the_cards_is_as_fast_as_they_are():
-    assert wires("bandwidth=10,link0-1=bandwidth:1e9").send(0, 1, 10, at=0.0) == 8.0
-
-
-# -- queues ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("duplex", ["full", "shared"])
-def test_an_incast_queues_at_the_servers_card(duplex):
-    """Four workers push 125 bytes, 1 s each at 1000 bit/s, at once: the server's card takes one after the other."""
-    net = wires(f"latency=0.25,bandwidth=1000,duplex={duplex}", workers=4, shards=1)
-    assert [net.send(rank, -1, 125, at=0.0) for rank in range(4)] == [1.25, 2.25, 3.25, 4.25]
-
-
-def test_two_shards_halve_the_queue():
-    """Two workers push 1 s to each of two shards: each card is busy for 2 s, staggered by 1 s."""
-    net = wires("bandwidth=1000", workers=2, shards=2)
-    assert [net.send(rank, shard, 125, at=0.0) for shard in (-1, -2) for rank in (0, 1)] == [1.0, 2.0, 2.0, 3.0]
-
-
-def test_a_card_ten_times_as_fast_takes_ten_times_as_many():
-    """Each message takes a worker's card 1 s, the server's 0.1 s: they start 0.1 s apart."""
-    net = wires("bandwidth=1000,shard0=bandwidth:10000", workers=4, shards=1)
-    arrivals = [net.send(rank, -1, 125, at=0.0) for rank in range(4)]
-    assert arrivals == pytest.approx([1.0, 1.1, 1.2, 1.3])
-
-
-def test_both_directions_at_once_only_with_full_duplex():
-    full, shared = (wires(f"bandwidth=1000,duplex={duplex}", workers=1, shards=1) for duplex in ("full", "shared"))
-    assert [full.send(0, -1, 125, 0.0), full.send(-1, 0, 125, 0.0)] == [1.0, 1.0]
-    assert [shared.send(0, -1, 125, 0.0), shared.send(-1, 0, 125, 0.0)] == [1.0, 2.0]
-
-
-def test_workers_of_one_host_share_its_card():
-    net = wires("bandwidth=1000,workers_per_host=2", workers=4, shards=2)
-    assert net.send(0, -1, 125, 0.0) == 1.0
-    assert net.send(1, -2, 125, 0.0) == 2.0  # another shard, the same card
-    assert net.send(2, -1, 125, 0.0) == 2.0  # another host, the same shard
-    assert net.send(3, -2, 125, 0.0) == 3.0
-
-
-def test_a_queue_runs_empty():
-    net = wires("latency=5,bandwidth=1000", workers=1, shards=1)
-    assert [net.send(0, -1, 125, at) for at in (0.0, 0.5, 10.0)] == [6.0, 7.0, 16.0]
-
-
-def test_a_slow_link_has_its_own_queue_and_holds_up_no_other():
-    """From host 0 to host 1 a message takes 100 s on its link and 1 s on the cards: two take 200 s, one to host 2 none of that."""
-    net = wires("bandwidth=1000,link0-1=bandwidth:10")
-    assert [net.send(0, 1, 125, 0.0) for _ in range(2)] == [100.0, 200.0]
-    assert net.send(0, 2, 125, 0.0) == 3.0
-    assert net.send(1, 0, 125, 0.0) == 100.0  # each direction has the link to itself
-
-
-def test_nothing_arrives_sooner_with_more_bytes_or_less_bandwidth():
+def test_nothing_arrives_sooner_with_more_bytes_or_less_bandwidth() -> None:
     times = [
         wires(f"latency=1,bandwidth={bandwidth}").send(0, 1, n, 0.0) for bandwidth in (1e6, 1e5) for n in (0, 10, 1000)
     ]

@@ -81,33 +81,25 @@ def spec(**fields: Any) -> LaunchSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("role", "server", "servers"),
+    ("role", "number", "server", "servers"),
     [
-        ("primary", ServerSpec(rule="add"), 2),
-        pytest.param("backup", ServerSpec(rule="add"), 1, marks=pytest.mark.slow),
-        pytest.param("primary", ServerSpec(rule="add", bound=0), 1, marks=pytest.mark.slow),
-        pytest.param("primary", ServerSpec(rule="add", bound=2), 1, marks=pytest.mark.slow),
-        pytest.param("primary", ServerSpec(rule="outer", options={"rate": 1.0}), 1, marks=pytest.mark.slow),
+        ("primary", signal.SIGKILL, ServerSpec(rule="add"), 2),
+        ("backup", signal.SIGSTOP, ServerSpec(rule="add", bound=0), 1),
+        ("primary", signal.SIGSTOP, ServerSpec(rule="outer", options={"rate": 1.0}), 1),
     ],
 )
-def test_every_push_counts_once(role: str, server: ServerSpec, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed, seen = killing(monkeypatch, role), Seen()
-    result, _ = Local().launch(counts, spec(server=server, servers=servers, observer=seen))
-    assert killed == [role]
-    wanted = float(PUSHES) if server.bound == 0 and server.rule == "outer" else 2.0 * PUSHES
-    assert result == [wanted, wanted]
-    assert any("server shard 0 has one copy" in message for message in seen.changes)
-    assert "server shard 0 has 2 copies again" in seen.changes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["primary", "backup"])
-def test_a_stopped_copy_is_lost(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed, seen = killing(monkeypatch, role, signal.SIGSTOP), Seen()
-    result, _ = Local().launch(counts, spec(survive=Survive(copies=2, silence_s=2.0), observer=seen))
+def test_every_push_counts_once(
+    role: str, number: int, server: ServerSpec, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped copy is lost."""
+    killed, seen = killing(monkeypatch, role, number), Seen()
+    survive = Survive(copies=2, silence_s=2.0)
+    result, _ = Local().launch(counts, spec(server=server, servers=servers, observer=seen, survive=survive))
     assert killed == [role]
     assert result == [2.0 * PUSHES] * 2
-    assert any("sent no heartbeat for" in message for message in seen.changes)
+    assert any("server shard 0 has one copy" in message for message in seen.changes)
+    assert "server shard 0 has 2 copies again" in seen.changes
+    assert any("sent no heartbeat for" in message for message in seen.changes) == (number == signal.SIGSTOP)
 
 
 @pytest.mark.slow

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from manyhands.errors import PeerLost
-from manyhands.server.base import ServerSpec
+from manyhands.server.base import Encoded, ServerSpec
 from manyhands.server.client import ServedServer
+from manyhands.server.in_process import InProcessServers
 from manyhands.server.replication.backup_link import BackupLink, LinkFrame
 from manyhands.server.replication.copy_host import Orders, serve_copy
 from manyhands.server.replication.log import Call
 from manyhands.server.replication.views import ShardView
+from manyhands.server.shard_ranges import codec_for
 from manyhands.testing.server_suite import expect_waits, started
 from manyhands.transport.channel import Channel
 from manyhands.transport.frame import Frame, from_json
@@ -46,17 +48,8 @@ class Hosted:
             return channel_of(socket.socket(fileno=fd))
 
         try:
-            served = serve_copy(
-                self.spec,
-                shard=0,
-                workers=2,
-                process_index=self.index,
-                orders=self.orders,
-                channel=channel,
-                report=self.reports.put,
-                timeout_s=10,
-            )
-            self.output.append(served)
+            given = {"process_index": self.index, "orders": self.orders, "report": self.reports.put}
+            self.output.append(serve_copy(self.spec, shard=0, workers=2, channel=channel, timeout_s=10, **given))
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.output.append(error)
 
@@ -95,12 +88,13 @@ class Hosted:
 @pytest.fixture
 def primary() -> Iterator[Hosted]:
     made = Hosted()
+    made.view(0, -1)
     yield made
     assert isinstance(made.finish(), dict)
 
 
 def begun(host: Hosted, memory_from: int = 0) -> ServedServer:
-    """A worker that takes part."""
+    """A worker that takes part, and has pushed."""
     server = host.worker(memory_from=memory_from)
     server.initialize(torch.zeros(N))
     server.activate()
@@ -129,17 +123,8 @@ def in_step(host: Hosted) -> BackupLink:
     return link
 
 
-def until(link: BackupLink, call: Call) -> int:
-    """The index of the next entry of this call; what comes before it is read too."""
-    return frame_of(link, call).sequence
-
-
-def elements(link: BackupLink, call: Call) -> int:
-    """Of the vector that travels with the next entry of this call."""
-    return frame_of(link, call).elements
-
-
 def frame_of(link: BackupLink, call: Call) -> Frame:
+    """The next entry of this call; what comes before it is read too."""
     while True:
         frame = link.receive()
         if frame.kind == LinkFrame.OUTBOX:
@@ -153,11 +138,10 @@ def frame_of(link: BackupLink, call: Call) -> Frame:
 
 @pytest.mark.parametrize("memory_from", [0, -1])
 def test_a_push_is_answered_once_the_backup_has_it(primary: Hosted, memory_from: int) -> None:
-    primary.view(0, -1)
     worker = begun(primary, memory_from)
     link = in_step(primary)
     with started(lambda: worker.push(torch.ones(N))) as waiting:
-        index = until(link, Call.PUSH)
+        index = frame_of(link, Call.PUSH).sequence
         expect_waits(waiting, "a push that the backup has not acknowledged")
         link.acknowledge(index)
         waiting.result(10)
@@ -166,15 +150,14 @@ def test_a_push_is_answered_once_the_backup_has_it(primary: Hosted, memory_from:
 
 
 def test_updates_stay_in_memory_that_both_map_as_long_as_their_worker_waits_for_the_backup(primary: Hosted) -> None:
-    primary.view(0, -1)
     worker = begun(primary)
     link = linked(primary)
     worker.push(torch.ones(N))  # answered at once: by then the worker may write the next one
-    assert elements(link, Call.PUSH) == N
+    assert frame_of(link, Call.PUSH).elements == N
     link.acknowledge(link.image + 1)  # type: ignore[attr-defined]
     assert primary.reports.get(timeout=10) == {"type": "copied", "link": 1}
     with started(lambda: worker.push(torch.ones(N))) as waiting:
-        assert elements(link, Call.PUSH) == 0
+        assert frame_of(link, Call.PUSH).elements == 0
         link.acknowledge(link.image + 2)  # type: ignore[attr-defined]
         waiting.result(10)
     link.close()
@@ -184,12 +167,11 @@ def test_updates_stay_in_memory_that_both_map_as_long_as_their_worker_waits_for_
 
 
 def test_what_a_pull_shows_the_backup_has(primary: Hosted) -> None:
-    primary.view(0, -1)
     first = begun(primary)
     link = in_step(primary)
     other = ServedServer(primary.spec, [primary.connect(1)])
     with started(lambda: first.push(torch.ones(N))):
-        index = until(link, Call.PUSH)
+        index = frame_of(link, Call.PUSH).sequence
         with started(lambda: other.center(torch.empty(N))) as looking:
             expect_waits(looking, "a look at a version that the backup lacks")
             link.acknowledge(index)
@@ -200,7 +182,6 @@ def test_what_a_pull_shows_the_backup_has(primary: Hosted) -> None:
 
 
 def test_a_primary_whose_backup_is_gone_waits_for_the_next_view(primary: Hosted) -> None:
-    primary.view(0, -1)
     worker = begun(primary)
     link = in_step(primary)
     link.close()
@@ -213,11 +194,10 @@ def test_a_primary_whose_backup_is_gone_waits_for_the_next_view(primary: Hosted)
 
 
 def test_nothing_of_a_fenced_process_enters_and_the_answer_waits_for_the_backup(primary: Hosted) -> None:
-    primary.view(0, -1)
     worker = begun(primary)
     link = in_step(primary)
     primary.orders.put({"type": "fence", "worker_id": 0, "process": 0})
-    index = until(link, Call.FENCE)
+    index = frame_of(link, Call.FENCE).sequence
     with pytest.raises(queue.Empty):
         primary.reports.get(timeout=0.2)
     link.acknowledge(index)
@@ -237,7 +217,6 @@ def test_nothing_of_a_fenced_process_enters_and_the_answer_waits_for_the_backup(
 
 
 def test_a_primary_in_whose_place_another_one_is_answers_nothing(primary: Hosted) -> None:
-    primary.view(0, -1)
     channel = primary.connect()
     worker = ServedServer(primary.spec, [channel])
     worker.initialize(torch.zeros(N))
@@ -249,39 +228,37 @@ def test_a_primary_in_whose_place_another_one_is_answers_nothing(primary: Hosted
     worker.close()
 
 
-@pytest.mark.parametrize("memory_from", [0, -1])
 @pytest.mark.parametrize(
-    "spec",
+    ("memory_from", "spec"),
     [
-        ServerSpec(rule="add", bound=1),
-        ServerSpec(rule="elastic", options={"alpha": 0.5}),
-        ServerSpec(rule="distance", options={"rate": 0.1}),
-        ServerSpec(rule="rounds"),
-        ServerSpec(rule="add", compress="topk:0.5"),
+        (0, ServerSpec(rule="add", bound=1)),
+        (-1, ServerSpec(rule="elastic", options={"alpha": 0.5})),
+        (0, ServerSpec(rule="distance", options={"rate": 0.1})),
+        (-1, ServerSpec(rule="rounds")),
+        (0, ServerSpec(rule="add", compress="topk:0.5")),
+        (-1, ServerSpec(rule="add", compress="topk:0.5")),
     ],
-    ids=lambda spec: f"{spec.rule}-{spec.compress}",
 )
 def test_a_backup_goes_on_where_the_primary_was(spec: ServerSpec, memory_from: int) -> None:
     """It gets the image, then the log; the primary is gone in between two calls, or with the answer to the last one."""
     first, second = Hosted(-1, spec), Hosted(-2, spec)
     first.view(0, -1)
-    worker = first.worker(memory_from=memory_from)
-    worker.initialize(torch.zeros(N))
-    worker.activate()
-    center, draw = torch.empty(N), torch.Generator().manual_seed(1)
-    alone = _Alone(spec)
+    worker, alone = first.worker(memory_from=memory_from), InProcessServers(spec, 2).clients[0]
+    for server in (worker, alone):
+        server.initialize(torch.zeros(N))
+        server.activate()
+    draw = torch.Generator().manual_seed(1)
 
     def step() -> None:
-        update = torch.randn(N, generator=draw)
-        given: Any = update
+        given: Any = torch.randn(N, generator=draw)
         if spec.compress != "none":
-            given = _encoded(spec, update)
-        assert _said(worker.push(given)) == _said(alone.server.push(given))
-        worker.tick()
-        alone.server.tick()
-        worker.pull(center)
-        alone.server.pull(alone.center)
-        assert torch.equal(center, alone.center)
+            given = Encoded((codec_for(spec).encode(given),), N, given.dtype)
+        assert _said(worker.push(given)) == _said(alone.push(given))
+        centers = torch.empty(2, N)
+        for server, center in zip((worker, alone), centers, strict=True):
+            server.tick()
+            server.pull(center)
+        assert torch.equal(*centers)
 
     step()
     ends = socket.socketpair()
@@ -297,31 +274,13 @@ def test_a_backup_goes_on_where_the_primary_was(spec: ServerSpec, memory_from: i
     step()
     step()
     worker.close()
-    alone.server.close()
+    alone.close()
     assert isinstance(first.finish(), dict)
     assert isinstance(second.finish(), dict)
 
 
-class _Alone:
-    """The same without copies."""
-
-    def __init__(self, spec: ServerSpec) -> None:
-        from manyhands.server.in_process import InProcessServers
-
-        self.server, self.center = InProcessServers(spec, 2).clients[0], torch.empty(N)
-        self.server.initialize(torch.zeros(N))
-        self.server.activate()
-
-
 def _said(pushed: Any) -> Any:
     return pushed.applied, None if pushed.answer is None else pushed.answer.tolist(), pushed.weight
-
-
-def _encoded(spec: ServerSpec, update: torch.Tensor) -> Any:
-    from manyhands.server.base import Encoded
-    from manyhands.server.shard_ranges import codec_for
-
-    return Encoded((codec_for(spec).encode(update),), N, update.dtype)
 
 
 def test_orders_that_come_late_are_dropped_with_their_descriptors() -> None:

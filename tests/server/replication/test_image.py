@@ -22,16 +22,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "elastic": {"alpha": 0.3},
 }
 CALLS = (
-    *["push"] * 9,
-    *["tick"] * 5,
-    *["activate"] * 3,
-    "pull",
-    "pull",
-    "read",
-    "deactivate",
-    "leave",
-    "fence",
-    "again",
+    ("push",) * 9
+    + ("tick",) * 5
+    + ("activate",) * 3
+    + ("pull", "pull", "read", "deactivate", "leave", "fence", "again")
 )
 
 
@@ -51,11 +45,9 @@ class Calls:
             self.sequences[worker] += 1
         if name == "tick":
             self.ticks[worker] += 1
-        number = {"push": self.sequences, "again": self.sequences, "tick": self.ticks}.get(name, self.generations)[
-            worker
-        ]
+        numbers = {"push": self.sequences, "again": self.sequences, "tick": self.ticks}.get(name, self.generations)
         update = torch.randn(N, generator=self.generator, dtype=torch.float64)
-        return name, worker, number, update, float(self.random.choice([0, 1, 2.5])), self.random.randrange(4)
+        return name, worker, numbers[worker], update, float(self.random.choice([0, 1, 2.5])), self.random.randrange(4)
 
 
 def made(store: Store, call: tuple[str, int, int, Any, float, int]) -> Any:
@@ -83,8 +75,12 @@ def made(store: Store, call: tuple[str, int, int, Any, float, int]) -> Any:
     return [repr(reply), repr(released), store.version, store.center.tolist()]
 
 
+def empty(rule: str, bound: int | None) -> Store:
+    return Store(make_rule(ServerSpec(rule=rule, options=OPTIONS.get(rule, {}))), WORKERS, bound)
+
+
 def opened(rule: str, bound: int | None) -> Store:
-    store = Store(make_rule(ServerSpec(rule=rule, options=OPTIONS.get(rule, {}))), WORKERS, bound)
+    store = empty(rule, bound)
     store.initialize(torch.zeros(N, dtype=torch.float64))
     for worker in range(WORKERS):
         store.activate(worker, 0)
@@ -92,8 +88,7 @@ def opened(rule: str, bound: int | None) -> Store:
 
 
 def copied(store: Store, rule: str, bound: int | None) -> Store:
-    vectors, numbers = store.image()
-    other = Store(make_rule(ServerSpec(rule=rule, options=OPTIONS.get(rule, {}))), WORKERS, bound)
+    (vectors, numbers), other = store.image(), empty(rule, bound)
     other.take_image({name: vector.clone() for name, vector in vectors.items()}, json.loads(json.dumps(numbers)))
     return other
 
@@ -101,7 +96,7 @@ def copied(store: Store, rule: str, bound: int | None) -> Store:
 @pytest.mark.parametrize("bound", [None, 0, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_copy_goes_on_as_the_store_does(rule: str, bound: int | None) -> None:
-    for seed in range(12):
+    for seed in range(4):
         calls, store = Calls(seed), opened(rule, bound)
         copies: list[Store] = []
         for index in range(60):
@@ -114,7 +109,7 @@ def test_a_copy_goes_on_as_the_store_does(rule: str, bound: int | None) -> None:
 
 
 def test_a_store_without_a_center_is_copied_too() -> None:
-    store = Store(make_rule(ServerSpec(rule="add")), WORKERS)
+    store = empty("add", None)
     store.activate(1, 4)
     other = copied(store, "add", None)
     for one in (store, other):
