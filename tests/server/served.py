@@ -1,4 +1,4 @@
-"""Served servers for tests: socketpairs to each worker; shards in threads of this process, or in processes of their own."""
+"""Served servers for tests: socketpairs to each worker; shards in threads, or in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served server passes the conformance suite, through shared memory and through the socket alone, and so does the server in the workers' own process."""
+"""The served server passes the conformance suite, by shared memory and by the socket; so does the one in process."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

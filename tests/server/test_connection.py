@@ -1,4 +1,4 @@
-"""What a connection answers, frame by frame; and what a worker believes of a shard: nothing that its own vectors do not imply."""
+"""What a connection answers, frame by frame; and what a worker believes of a shard."""
 
 import os
 import socket
@@ -115,7 +115,7 @@ def test_payloads_that_no_codec_made_are_refused_and_end_the_connection():
 
 
 def test_what_a_server_does_not_take(channel):
-    """A payload where there is no codec; an update through the socket of who has an outbox; a vector where none belongs."""
+    """A payload where there is no codec; an update beside an outbox; a vector where none belongs."""
     channel.send(Frame(kind=Kind.ENCODED, sequence=1, weight=1.0), topk_payload(1, 4))
     frame = channel.receive()
     assert frame.kind == Kind.REFUSED

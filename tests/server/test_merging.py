@@ -1,4 +1,4 @@
-"""Who may begin the next tick; which pushes become one version, and when: the policies without a store, and one of the tests' own with a store."""
+"""Who may begin the next tick; which pushes become one version, and when: policies with and without a store."""
 
 from __future__ import annotations
 

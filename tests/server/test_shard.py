@@ -210,7 +210,7 @@ def test_a_push_that_was_cut_short_is_not_applied():
 
 
 def test_who_waits_for_a_worker_that_does_nothing_learns_which():
-    with hosting(IN_STEP, 2, timeout_s=0.2) as host:
+    with hosting(IN_STEP, 2, timeout_s=0.4) as host:
         fast, slow = host.clients
         fast.initialize(torch.zeros(N))
         fast.activate()
@@ -241,7 +241,7 @@ def test_each_part_of_a_replica_has_a_center_of_its_own():
 
 def test_the_first_part_has_the_gate_and_where_all_are_in_step_each_has():
     for bound, rank, waits_for in [(0, 0, 2), (0, 1, 3), (1, 0, 2), (1, 1, None)]:
-        with hosting(ServerSpec(rule="add", bound=bound, coordinates=2), 4, timeout_s=0.2) as host:
+        with hosting(ServerSpec(rule="add", bound=bound, coordinates=2), 4, timeout_s=0.4) as host:
             for client in host.clients:
                 client.initialize(torch.zeros(N))
                 client.activate()

@@ -43,7 +43,7 @@ def test_quantiles() -> None:
     assert quantile({}, 0.5) == 0
 
 
-# -- on quadratics ---------------------------------------------------------------------------------------------------------
+# -- on quadratics ----------------------------------------------------------------------------------------------------
 
 
 def train(
@@ -119,7 +119,7 @@ def test_it_is_surely_never_more_than_the_largest_but_for_a_little_in_pure_noise
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_with_noise_it_is_the_steepest_direction_though_steps_go_anywhere(workers: int) -> None:
-    """Gradients scatter as curvature does, as in a network: found within 30 % at half the limit, where nothing grows."""
+    """Gradients scatter as curvature does, as in a network: within 30 % at half the limit, where nothing grows."""
     gain, random = 0.5 * limit(workers - 1), torch.Generator().manual_seed(1)
     curvature, center = Curvature(), torch.zeros(100, dtype=F64)
     pulled, found = [center] * workers, []
@@ -183,7 +183,7 @@ def test_nothing_is_said_before_there_are_windows_nor_of_gradients_that_tell_not
         assert curvature.lower_bound() is None
 
 
-# -- the warning -----------------------------------------------------------------------------------------------------------
+# -- the warning -------------------------------------------------------------------------------------------------------
 
 
 def warnings_of(

@@ -2,7 +2,7 @@
 
 import socket
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import BadInput
@@ -23,6 +23,7 @@ def test_there_and_back():
         refused("host:port", parse_address, text)
 
 
+@settings(deadline=None)
 @given(st.text("0123:[].a-% \n١é", max_size=30))
 def test_any_text_is_an_address_or_bad_input(text):
     try:

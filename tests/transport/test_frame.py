@@ -69,7 +69,7 @@ def test_a_wrong_header_is_refused():
         refused(message, unpack, head, kind=FrameError)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(min_size=58, max_size=58))
 def test_behind_a_right_beginning_garbage_is_an_error_or_within_the_limits(data):
     head = bytes(PLAIN[:6]) + data

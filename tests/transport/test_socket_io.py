@@ -3,12 +3,13 @@
 import socket
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.transport.socket_io import Ended, Late, PlainWire, _behind
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
 def test_what_is_left_of_buffers(buffers, sent):
     assert b"".join(_behind(buffers, sent)) == b"".join(buffers)[sent:]

@@ -76,7 +76,7 @@ def test_channels(inputs: int) -> None:
 
 
 def conversation(damage: Damage) -> list[Any]:
-    """What listener and speaker come to where each of their words may be changed on its way; "waits" for one that wants more."""
+    """What listener and speaker come to where words may be changed on their way; "waits" for one that wants more."""
     ends = [socket.socketpair() for _ in range(2)]
     (near, way), (back, far) = ends
     for sock in (near, way, back, far):

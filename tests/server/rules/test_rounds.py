@@ -44,7 +44,7 @@ class Rounds(Store):
         return [self.give(*push) for push in pushes]
 
     def step(self, words: str) -> float:
-        """Where the center is after: `0+2*3`: worker 0 pushes 2 with weight 3, at last with `!`; or a word and a worker."""
+        """The center after `0+2*3`: worker 0 pushes 2 with weight 3, with `!` at last; or a word and a worker."""
         if push := re.fullmatch(r"(\d)\+([^*!]+)\*?(\d+)?(!?)", words):
             worker, update, weight, last = push.groups()
             return self.give(int(worker), float(update), float(weight or 1), LAST if last else 0)

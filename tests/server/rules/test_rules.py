@@ -215,7 +215,7 @@ def give(store, worker, number, *update):
 
 
 def test_two_workers_by_hand():
-    """Both become their mean, then the one that pushes moves; an answer is that one's vector, and stays as it was said."""
+    """Both become their mean, then the one that pushes moves; an answer is that one's vector, and stays."""
     store = pairs_of(2)
     first = give(store, 0, 1, 4.0)
     assert (first.answer.tolist(), vectors(store), store.center.tolist()) == ([4.0], [[4.0], [0.0]], [2.0])
