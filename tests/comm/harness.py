@@ -92,7 +92,7 @@ def on_hosts(
     with_direct: bool = True,
     **options: Any,
 ) -> Outcomes:
-    """Run `programs` on a process for each rank of the layout: shared memory on each "host", socket pairs between them."""
+    """Run `programs` on a process for each rank: shared memory on each "host", socket pairs between them."""
     named, size, count = _named(programs), sum(map(len, layout)), len(layout)
     hosts = _hosts(count)
     memory = [[SharedMemory.create(len(ranks)) for ranks in layout] for _ in named]
@@ -157,7 +157,7 @@ def _each(programs: Programs, outcomes: list[Outcome]) -> Outcomes:
 
 @dataclass
 class Member:
-    """One of `on_arenas`'s processes. A generation is a group: its members are processes, in the order of their ranks."""
+    """One of `on_arenas`'s processes. A generation is a group: its members are processes, in rank order."""
 
     process: int
     fds: list[int]  # arenas, by process

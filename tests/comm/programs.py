@@ -28,7 +28,7 @@ def conformance(group: Group) -> int:
 
 
 def overlapping(elements: int) -> Program:
-    """A started mean of the ranks, while the caller computes: (whether it was over before the wait, its weight, its value)."""
+    """A started mean of the ranks, while the caller computes: (over before the wait?, its weight, its value)."""
 
     def program(group: Group) -> tuple[bool, float, float]:
         mine = torch.full((elements,), float(group.rank))
@@ -173,7 +173,7 @@ def finishes_alone(group: Group) -> bool:
     return True
 
 
-def waits(late: int, sleep_s: float = 0.5, *, allocated: bool = False) -> Program:
+def waits(late: int, sleep_s: float = 1.0, *, allocated: bool = False) -> Program:
     """A mean to which one rank comes late: the seconds that this one waited."""
 
     def program(group: Group) -> float:

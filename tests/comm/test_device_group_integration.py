@@ -1,4 +1,4 @@
-"""DeviceGroup in real processes: gloo on the CPU stands in for nccl, so that all but nccl itself is examined; nccl where there are GPUs."""
+"""DeviceGroup in real processes: gloo on the CPU stands in for nccl; nccl itself where there are GPUs."""
 
 import os
 from datetime import timedelta
@@ -32,7 +32,8 @@ def on_device(program):
     return run
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_conformance(size):
     assert values(on_shared_memory(size, on_device(conformance), timeout_s=30)) == [len(GROUP_SUITE)] * size
 

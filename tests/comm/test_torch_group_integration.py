@@ -26,7 +26,7 @@ def _wrong(group):
     return True
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))])
 def test_conformance(size, tmp_path):
     found = on_gloo(size, {"conformance": conformance, "wrong": _wrong}, tmp_path)
     assert values(found["conformance"]) == [len(GROUP_SUITE)] * size
@@ -60,9 +60,9 @@ def test_a_killed_peer_is_lost(tmp_path):
 
 def test_a_silent_peer_is_lost_after_the_deadline(tmp_path):
     with silent() as program:
-        first, _ = on_gloo(2, program, tmp_path, timeout_s=0.4)
+        first, _ = on_gloo(2, program, tmp_path, timeout_s=1.0)
     assert first.value.rank == 1
-    assert first.value.seconds > 0.3
+    assert first.value.seconds > 0.9
 
 
 def test_without_torch_distributed_it_is_bad_input():

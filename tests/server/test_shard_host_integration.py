@@ -189,7 +189,7 @@ def test_no_read_is_torn_and_no_push_is_lost():
         assert [made.join(pid) for pid in made.shards] == [0, 0]
 
 
-CHECKS = ("first_offer_wins", "exactly_once", "gate", "elastic_in_step", "quorum_late", "traffic", "encoded_pushes")
+CHECKS = ("first_offer_wins", "exactly_once", "gate", "elastic_in_step", "quorum_late", "traffic")
 """Of every kind of answer and wait; what else the suite checks, a shard in a thread does alike (test_client)."""
 
 

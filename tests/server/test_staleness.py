@@ -105,7 +105,7 @@ def test_the_estimate_is_exact_where_all_directions_are_alike_and_at_the_limit_i
 
 def test_it_is_surely_never_more_than_the_largest_but_for_a_little_in_pure_noise() -> None:
     for workers, noise, curvatures in product((1, 4), (0.0, 0.1, 10.0), (CASE_7, SPREAD, ALIKE)):
-        for share, seed in ((0.05, 0), (0.5, 1), (0.9, 2)):
+        for share, seed in ((0.05, 0), (0.9, 2)):
             gain = share * limit(workers - 1)
             lower_bound = estimate(curvatures, gain, workers=workers, noise=noise, seed=seed).lower_bound()
             most = max(1.001 * gain, 0.4 * limit(workers - 1))

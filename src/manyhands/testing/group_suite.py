@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ def checks_of(module: Mapping[str, Any], prefix: str = "check_") -> dict[str, An
 
 def vector(rank: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
     """[n] the input of `rank`, the same wherever it is computed."""
+    return _drawn(rank, n, dtype, seed).clone()
+
+
+@lru_cache(maxsize=8)  # checks ask for the same ones again and again, and to draw takes ten times as long as to copy
+def _drawn(rank: int, n: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)

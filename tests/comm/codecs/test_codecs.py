@@ -1,4 +1,4 @@
-"""What holds of every codec (lengths to the byte, error feedback, malformed payloads, names), and what each does to numbers that a hand can check."""
+"""What holds of every codec, and what each does to numbers that a hand can check."""
 
 import math
 from itertools import product

@@ -1,4 +1,4 @@
-"""A link: frames go out and come in piece by piece. Waiting on links: who is blamed for a silence, what an end means, and that errors reach the peers."""
+"""Links: frames go out and come in piece by piece; who is blamed for a silence, what an end means, and who hears it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_blob_where_none_belongs(pair):
     refused("blob of 8 bytes", there.header, kind=FrameError)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=3000))
 def test_rubbish_is_a_frame_error_or_nothing(data):
     ends = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Which way a tensor takes, sums and pieces on the way; one rank against a bare link: what has left, and what a peer may announce."""
+"""Which way a tensor takes, sums and pieces on the way; and one rank against a bare link."""
 
 import contextlib
 import select

@@ -1,4 +1,4 @@
-"""RingGroup in real processes: the conformance suite, its traffic to the byte, means under way, and every way to lose a peer."""
+"""RingGroup in real processes: the conformance suite, traffic to the byte, and every way to lose a peer."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def test_conformance_of_one():
     group.close()
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_conformance(size):
     assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
@@ -33,7 +33,7 @@ def test_conformance(size):
 
 
 def _traffic(group):
-    """What a million of sums, a gather of more than a megabyte of each, which goes round the ring, and a small mean count."""
+    """What count a million of sums, a gather so large that it goes round the ring, and a small mean."""
     n = DIRECT_BYTES // 4 + 7
     group.all_reduce_(torch.ones(1_000_000))
     rows = group.all_gather(torch.arange(n) + 1000.0 * group.rank)
@@ -44,7 +44,7 @@ def _traffic(group):
 
 
 def test_traffic():
-    """CASE 8: of a million on four, each sends exactly 6,000,000 bytes in 6 messages; weights and bits are in headers."""
+    """CASE 8: of a million on four, each sends 6,000,000 bytes in 6 messages; weights and bits are in headers."""
     sums, gathers, means = zip(*values(on_ring(4, _traffic)), strict=True)
     assert sums == ({"bytes": 6_000_000, "messages": 6},) * 4
     assert gathers == ({"bytes": 3 * (DIRECT_BYTES + 28), "messages": 3},) * 4
@@ -116,17 +116,21 @@ def test_of_two():
 
 
 def test_of_three():
-    work = {"large": _large, "many": _many, "alone": programs.finishes_alone, "abandons": _abandons}
+    work = {"many": _many, "alone": programs.finishes_alone, "abandons": _abandons}
     work |= {"sent": programs.sent_wrongly} | {what: programs.different(what) for what in DIFFERENT}
     found = on_ring(3, work, timeout_s=10)
-    for name in ("large", "many", "alone"):
-        assert values(found[name]) == [True] * 3, name
+    assert values(found["many"]) == values(found["alone"]) == [True] * 3
     assert values(found["abandons"]) == [(7, "host-7")] * 3
     for text in values(found["sent"])[:2]:
         assert "expected send of 5 float32" in text
         assert "send of 10000000 float32 came" in text
     for what in DIFFERENT:
         programs.expect_told(found[what], what)
+
+
+@pytest.mark.slow
+def test_large_tensors_of_three():
+    assert values(on_ring(3, _large, timeout_s=30)) == [True] * 3
 
 
 # -- lost peers --------------------------------------------------------------------------------------------------------
@@ -139,10 +143,10 @@ def test_a_killed_peer_is_named_at_once(size, elements):
 
 def test_a_silent_peer_is_lost_after_the_deadline():
     with programs.silent() as program:
-        first, _, third = values(on_ring(3, program, timeout_s=0.4))
+        first, _, third = values(on_ring(3, program, timeout_s=1.0))
     for error in (first, third):
         assert error.rank == 1
-        assert "no progress for 0.4 s" in error.why
+        assert "no progress for 1 s" in error.why
 
 
 def _stopped(group, told, tell):

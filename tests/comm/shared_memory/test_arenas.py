@@ -11,28 +11,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from manyhands.comm.shared_memory import synchronisation as waiting_module
+from manyhands.comm.shared_memory import synchronisation as sync
+from manyhands.comm.shared_memory import table
 from manyhands.comm.shared_memory.memory import Arena, create_arena
-from manyhands.comm.shared_memory.synchronisation import (
-    ARRIVED,
-    CLOSED,
-    STATE,
-    Header,
-    LivenessPipes,
-    SharedCounters,
-    Waiting,
-)
-from manyhands.comm.shared_memory.table import (
-    IN_TABLE,
-    MAIL,
-    PAGE,
-    RING,
-    SCRATCH,
-    GroupMemory,
-    SharedMemory,
-    TableLayout,
-)
-from manyhands.comm.shared_memory.table import create_table as new_table
 from manyhands.errors import ManyhandsError, PeerLost
 from refusals import refused
 
@@ -166,7 +147,7 @@ def test_a_forked_process_that_lets_go_takes_nothing_away(fd):
 
 @pytest.fixture
 def fds():
-    made = SharedMemory.create(2)
+    made = table.SharedMemory.create(2)
     yield made
     for fd in made:
         os.close(fd)
@@ -174,30 +155,30 @@ def fds():
 
 def test_the_parts_of_a_table_lie_apart_and_on_pages_of_sparse_memory(fds):
     for size in (1, 2, 5):
-        layout = TableLayout(size)
+        layout = table.TableLayout(size)
         parts = [(0, 0)]
         for rank in range(size):
             region = layout.region(rank)
             assert layout.counters <= layout.headers < region.stop - region.start
-            parts += [(region.start, region.stop), (layout.scratch(rank), layout.scratch(rank) + SCRATCH)]
-            slots = [layout.mail(rank, target, chunk) for target in range(size) for chunk in range(RING)]
-            parts += [(place, place + PAGE + MAIL) for place in slots]
-            assert layout.mail(rank, 0, RING) == layout.mail(rank, 0, 0)
-        assert all(start % PAGE == 0 for start, _ in parts), size
+            parts += [(region.start, region.stop), (layout.scratch(rank), layout.scratch(rank) + table.SCRATCH)]
+            slots = [layout.mail(rank, target, chunk) for target in range(size) for chunk in range(table.RING)]
+            parts += [(place, place + table.PAGE + table.MAIL) for place in slots]
+            assert layout.mail(rank, 0, table.RING) == layout.mail(rank, 0, 0)
+        assert all(start % table.PAGE == 0 for start, _ in parts), size
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(parts)), size
         assert parts[-1][1] == layout.length, size
-    assert os.fstat(fds[0]).st_size == TableLayout(2).length
+    assert os.fstat(fds[0]).st_size == table.TableLayout(2).length
     assert os.fstat(fds[0]).st_blocks == 0
 
 
 def test_all_ranks_see_the_same_at_a_place(fds):
     arenas = [Arena(fd) for fd in fds[1:]]
-    first, second = (GroupMemory(rank, arena, fds) for rank, arena in enumerate(arenas))
+    first, second = (table.GroupMemory(rank, arena, fds) for rank, arena in enumerate(arenas))
     tensor = arenas[0].allocate(100, torch.float32).fill_(7)
     assert second.view(0, arenas[0].locate(tensor), 100, torch.float32).tolist() == [7.0] * 100
     assert not second.view(1, 0, 100, torch.float32).any()
     assert first.view(0, 0, 1, torch.uint8).data_ptr() == tensor.data_ptr()  # its arena is mapped once
-    place = IN_TABLE + first.layout.scratch(0)
+    place = table.IN_TABLE + first.layout.scratch(0)
     first.view(0, place, 3, torch.float64).fill_(5)
     assert second.view(0, place, 3, torch.float64).tolist() == [5.0] * 3
     assert first.view(0, 0, 0, torch.float32).shape == (0,)
@@ -215,7 +196,7 @@ def test_ranks_that_let_go_at_different_times(fds):
 
 def test_views_outlive_the_group(fds):
     arena = Arena(fds[1])
-    memory = GroupMemory(0, arena, fds)
+    memory = table.GroupMemory(0, arena, fds)
     tensor = arena.allocate(10, torch.float32).fill_(3)
     peers = memory.view(1, 0, 10, torch.float32).fill_(4)
     memory.close()
@@ -228,17 +209,17 @@ def test_what_cannot_be_made_leaves_nothing(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", lambda *given: made.append(create(*given)) or made[-1])
     for limit in (1 << 20, 1 << 25):  # too small for a table; for a table of two ranks large enough, not for an arena
         with largest_file(limit), pytest.raises(ManyhandsError, match="ulimit -f"):
-            SharedMemory.create(2)
+            table.SharedMemory.create(2)
     for fd in made:
         refused("Bad file descriptor", os.fstat, fd, kind=OSError)
 
 
 def test_arenas_of_several_lengths(fds):
     """A member that came from a larger group has less."""
-    small, table = create_arena(256), new_table(2)
-    memory = GroupMemory(0, Arena(fds[1]), [table, fds[1], small])
+    small, made = create_arena(256), table.create_table(2)
+    memory = table.GroupMemory(0, Arena(fds[1]), [made, fds[1], small])
     assert memory.view(1, os.fstat(small).st_size - 8, 1, torch.float64).item() == 0
-    for fd in (small, table):
+    for fd in (small, made):
         os.close(fd)
 
 
@@ -247,9 +228,9 @@ def test_arenas_of_several_lengths(fds):
 
 @pytest.fixture
 def boards():
-    fds = SharedMemory.create(3)
-    memories = [GroupMemory(rank, Arena(fds[1 + rank]), fds) for rank in range(3)]
-    made = [SharedCounters(rank, 3, memory) for rank, memory in enumerate(memories)]
+    fds = table.SharedMemory.create(3)
+    memories = [table.GroupMemory(rank, Arena(fds[1 + rank]), fds) for rank in range(3)]
+    made = [sync.SharedCounters(rank, 3, memory) for rank, memory in enumerate(memories)]
     yield made
     for board, memory in zip(made, memories, strict=True):
         board.close()
@@ -267,34 +248,34 @@ def pipes():
 
 
 def _waiting(board, pipes=(), timeout_s=30.0, **options):
-    return Waiting(board, LivenessPipes(board.rank, pipes), ["a", "b", "c"], range(3), timeout_s, **options)
+    return sync.Waiting(board, sync.LivenessPipes(board.rank, pipes), ["a", "b", "c"], range(3), timeout_s, **options)
 
 
 def test_a_counter_that_is_there_costs_nothing_and_one_comes_later(boards):
-    boards[1].raise_to(ARRIVED, 5)
-    _waiting(boards[0]).until(1, ARRIVED, 5, "mean_", 0)
+    boards[1].raise_to(sync.ARRIVED, 5)
+    _waiting(boards[0]).until(1, sync.ARRIVED, 5, "mean_", 0)
     for number, delay_s in enumerate((0.0, 0.0005, 0.05), 6):
-        timer = threading.Timer(delay_s, boards[1].raise_to, (ARRIVED, number))
+        timer = threading.Timer(delay_s, boards[1].raise_to, (sync.ARRIVED, number))
         timer.start()
-        _waiting(boards[0]).until(1, ARRIVED, number, "mean_", 0)
+        _waiting(boards[0]).until(1, sync.ARRIVED, number, "mean_", 0)
         timer.join()
 
 
 def test_silence_is_an_error_that_all_learn(boards):
     with pytest.raises(PeerLost, match=r"worker 1 on b showed no progress for 0.05 s.*in mean_ at step 7") as caught:
-        _waiting(boards[0], timeout_s=0.05).until(1, ARRIVED, 1, "mean_", 7)
+        _waiting(boards[0], timeout_s=0.05).until(1, sync.ARRIVED, 1, "mean_", 7)
     assert (caught.value.rank, caught.value.host, caught.value.step) == (1, "b", 7)
     assert caught.value.seconds >= 0.05
     with pytest.raises(PeerLost, match="worker 1 on b is gone .worker 0 noticed"):
-        _waiting(boards[2]).until(0, ARRIVED, 1, "mean_", 7)
+        _waiting(boards[2]).until(0, sync.ARRIVED, 1, "mean_", 7)
 
 
 def test_a_peer_that_left_is_an_error_only_for_what_it_did_not_do(boards):
-    boards[1].raise_to(ARRIVED, 3)
-    boards[1].raise_to(STATE, CLOSED)
+    boards[1].raise_to(sync.ARRIVED, 3)
+    boards[1].raise_to(sync.STATE, sync.CLOSED)
     waiting = _waiting(boards[0])
-    waiting.until(1, ARRIVED, 3, "mean_", 0)
-    refused("left the group", waiting.until, 1, ARRIVED, 4, "mean_", 0, kind=PeerLost)
+    waiting.until(1, sync.ARRIVED, 3, "mean_", 0)
+    refused("left the group", waiting.until, 1, sync.ARRIVED, 4, "mean_", 0, kind=PeerLost)
     refused("left the group", waiting.check, kind=PeerLost)
 
 
@@ -303,12 +284,12 @@ def test_a_hung_up_lifeline_is_a_lost_peer_whoever_is_waited_for(boards, pipes):
     waiting = _waiting(boards[0], [(os.dup(read), os.dup(write) if write >= 0 else -1) for read, write in mine])
     os.close(pipes[2][1])
     pipes[2] = (pipes[2][0], -1)
-    refused("worker 2 on c is gone", waiting.until, 1, ARRIVED, 1, "barrier", 0, kind=PeerLost)
+    refused("worker 2 on c is gone", waiting.until, 1, sync.ARRIVED, 1, "barrier", 0, kind=PeerLost)
 
 
 def test_a_forked_child_does_not_hold_the_lifeline():
     read, write = os.pipe()
-    lifelines = LivenessPipes(0, [(os.dup(read), write)])
+    lifelines = sync.LivenessPipes(0, [(os.dup(read), write)])
     stay, leave = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -324,13 +305,13 @@ def test_a_forked_child_does_not_hold_the_lifeline():
 
 
 def test_headers_and_small_blobs_arrive_whole(boards):
-    header = Header(3, 1000, 0.1, 4096, 5)
+    header = sync.Header(3, 1000, 0.1, 4096, 5)
     boards[1].write(9, header, b"hello")
     assert boards[0].read(1, 9) == header
     assert boards[0].inline(1, 9, 5) == b"hello"
 
 
 def test_the_fence_of_other_processors_is_no_deadlock(monkeypatch):
-    monkeypatch.setattr(waiting_module, "_ORDERED_STORES", False)
-    waiting_module.fence()
-    waiting_module.fence()
+    monkeypatch.setattr(sync, "_ORDERED_STORES", False)
+    sync.fence()
+    sync.fence()

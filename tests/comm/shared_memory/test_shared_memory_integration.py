@@ -31,7 +31,7 @@ def test_of_one():
         refused("Bad file descriptor", os.fstat, end, kind=OSError)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_conformance(size):
     assert values(on_shared_memory(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
@@ -90,7 +90,7 @@ def test_a_killed_peer_is_named_at_once():
 
 def test_a_silent_peer_is_lost_after_the_deadline():
     with programs.silent() as program:
-        first, _, third = values(on_shared_memory(3, program, timeout_s=0.4))
+        first, _, third = values(on_shared_memory(3, program, timeout_s=1.0))
     for error in (first, third):
         assert error.rank == 1
-    assert "no progress for 0.4 s" in f"{first} {third}"  # or one has heard it of the other
+    assert "no progress for 1 s" in f"{first} {third}"  # or one has heard it of the other
