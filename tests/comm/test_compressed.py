@@ -189,9 +189,9 @@ def test_no_other_rank_decides_how_much_memory_is_taken(monkeypatch):
         [1.0, "0", 1 << 50],
         [1.0, "0", -1],
         [1.0, "0", "7"],
-        [-1.0, "0", 8],
-        [float("inf"), "0", 8],
-        [1.0, 3, 8],
+        [-1.0, "0", 96],
+        [float("inf"), "0", 96],
+        [1.0, 3, 96],
         [],
         None,
     ):
