@@ -211,7 +211,7 @@ def task(model: Any, loss: Any, data: Dataset[Any], held_out: Dataset[Any], **fi
         "optimizer": adamw,
         "schedule": lambda optimizer, steps: LinearLR(optimizer, 1.0, 0.1, total_iters=steps),
         "batch_size": BATCH,
-        "epochs": 4,
+        "epochs": 2,
         "clip_norm": 0.5,
         "micro_batch_size": MICRO,
     }

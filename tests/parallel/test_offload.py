@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LinearLR
 from manyhands.errors import ManyhandsError
 from manyhands.parallel.offload import StateOnDisk
 from manyhands.process_memory import resident
-from open_files import open_files
 
 WIDE = 512
 
@@ -77,18 +76,6 @@ def test_memory_is_for_one_parameters_state() -> None:
     state = next(iter(optimizer.state.values()))["exp_avg"]
     state.add_(0)
     assert resident(name="RssFile") - before >= grown  # it comes back where it is asked for
-
-
-def test_no_file_is_left() -> None:
-    before = open_files()
-    layer = nn.Linear(WIDE, WIDE)
-    layer.weight.grad = torch.ones_like(layer.weight)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    disk = StateOnDisk(optimizer)
-    disk.step()
-    assert optimizer.state[layer.weight]["momentum_buffer"].eq(1).all()
-    del disk, optimizer
-    assert open_files() <= before
 
 
 def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from stage_models import classified, numbers, task
 from torch import nn
 
 import manyhands as mh
-from manyhands.errors import BadInput, Unsupported
 
 WIDE = 128
 
@@ -25,7 +24,7 @@ class Wide(nn.Sequential):
 TASK = task(Wide, classified, numbers(40, (WIDE,)), numbers(8, (WIDE,)), batch_size=20, schedule=None)
 
 
-def run(model_parallel: str, directory: Path | None = None, epochs: int = 4) -> mh.Run:
+def run(model_parallel: str, directory: Path | None = None, epochs: int = 2) -> mh.Run:
     return mh.train(
         TASK.with_fields(epochs=epochs),
         workers=2,
@@ -40,12 +39,5 @@ def run(model_parallel: str, directory: Path | None = None, epochs: int = 4) -> 
 @pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     expected = run("stages=2")
-    run("stages=2,offload=disk", tmp_path / "run", epochs=2)
+    run("stages=2,offload=disk", tmp_path / "run", epochs=1)
     assert torch.equal(run("stages=2,offload=disk", tmp_path / "run").parameters, expected.parameters)
-
-
-def test_what_there_is_not() -> None:
-    with pytest.raises(Unsupported, match="offload=disk"):
-        run("stages=2,offload=host")
-    with pytest.raises(BadInput, match="offload must be"):
-        run("stages=2,offload=tape")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -12,26 +13,29 @@ import pytest
 from manyhands.comm.shared_memory.mailbox import ring_bytes
 from manyhands.parallel.mesh import piece_bytes
 from manyhands.parallel.planner.linear_cost import LinearCost
+from manyhands.parallel.planner.partition import Partition, partition, sums
 from manyhands.parallel.planner.profile import ModelProfile, UnitCost
 from manyhands.parallel.planner.search import PLAIN, MachineCosts, Options, plan_of, plans_of
 from manyhands.parallel.planner.timing import Cores, step_seconds
-from manyhands.parallel.schedules import Schedule, actions, bubble
+from manyhands.parallel.schedules import SCHEDULES, Schedule, actions, bubble
 
 MB = 1e6
 RINGS = 2 * ring_bytes(piece_bytes(0))  # of a channel to one neighbour
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (4, 4), (4, 8), (4, 32), (8, 32)])
-def test_equal_stages_wait_as_long_as_the_closed_form_says(schedule: Schedule, stages: int, micro_batches: int) -> None:
-    seconds = step_seconds(schedule, [1.0] * stages, [2.0] * stages, micro_batches)
-    assert 1 - 3 * micro_batches / seconds == pytest.approx(bubble(stages, micro_batches), abs=1e-12)
+def test_equal_stages_wait_as_long_as_the_closed_form_says() -> None:
+    for schedule, (stages, micros) in itertools.product(SCHEDULES, [(1, 3), (4, 4), (4, 8), (4, 32), (8, 32)]):
+        seconds = step_seconds(schedule, [1.0] * stages, [2.0] * stages, micros)
+        assert 1 - 3 * micros / seconds == pytest.approx(bubble(stages, micros), abs=1e-12), (schedule, stages, micros)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_step_is_the_longest_path_through_its_passes(schedule: Schedule, seed: int) -> None:
-    draws = random.Random(seed)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_is_the_longest_path_through_its_passes(schedule: Schedule) -> None:
+    for seed in range(10):
+        longest_path(schedule, random.Random(seed))
+
+
+def longest_path(schedule: Schedule, draws: random.Random) -> None:
     stages, micro_batches = draws.randint(1, 5), draws.randint(1, 9)
     forward, backward = ([draws.randint(1, 9) for _ in range(stages)] for _ in range(2))
     orders = [actions(schedule, stages, micro_batches, stage) for stage in range(stages)]
@@ -95,12 +99,12 @@ MACHINE = MachineCosts(
 CHAIN = [5, 3, 2, 4, 6, 2, 3, 5]
 
 
-@pytest.mark.parametrize(("stages", "slowest"), [(2, 16), (4, 8)])
-def test_cuts_are_those_of_the_partition(stages: int, slowest: float) -> None:
+def test_cuts_are_those_of_the_partition() -> None:
     profile = model([unit(str(i), seconds) for i, seconds in enumerate(CHAIN)])
-    found = plan_of(profile, replace(MACHINE, workers=stages), stages, 4, PLAIN)
-    assert max(one.forward for one in found.stages) == slowest * 32 / 4
-    assert len(found.stages) == stages
+    for stages, slowest in ((2, 16), (3, 10), (4, 8)):
+        found = plan_of(profile, replace(MACHINE, workers=stages), stages, 4, PLAIN)
+        assert max(one.forward for one in found.stages) == slowest * 32 / 4
+        assert len(found.stages) == stages
 
 
 def test_memory_of_a_stage() -> None:
@@ -188,3 +192,42 @@ def test_lines() -> None:
     assert LinearCost.through((2, 4), (5.0, 4.0)).at(100) == 4.0  # noise: nothing falls
     assert LinearCost.through((2, 4), (1.0, 4.0)) == LinearCost(0.0, 1.0)
     assert math.isclose((LinearCost(1, 2) + LinearCost(3, 4)).at(2), 16)
+
+
+# -- cuts of a chain are those that brute force finds ---------------------------------------------------------------------
+
+
+def brute_force(costs: list[float], stages: int, memory: list[float], caps: list[float], speeds: list[float]) -> float:
+    best = math.inf
+    for starts in itertools.combinations(range(1, len(costs)), stages - 1):
+        ends = [0, *starts, len(costs)]
+        spans = list(itertools.pairwise(ends))
+        if all(sum(memory[a:b]) <= cap for (a, b), cap in zip(spans, caps, strict=True)):
+            best = min(best, max(sum(costs[a:b]) / speed for (a, b), speed in zip(spans, speeds, strict=True)))
+    return best
+
+
+def test_random_chains_with_caps_and_unequal_workers() -> None:
+    draws = random.Random(0)
+    for _ in range(500):
+        units = draws.randint(2, 10)
+        stages = draws.randint(1, min(4, units))
+        costs, memory = ([draws.randint(1, 20) for _ in range(units)] for _ in range(2))
+        caps, speeds = (
+            [draws.randint(10, 80) for _ in range(stages)],
+            [draws.choice([0.5, 1, 2]) for _ in range(stages)],
+        )
+        found = partition(units, stages, sums(costs, memory=memory, caps=caps, speeds=speeds))
+        assert found.cost == brute_force(costs, stages, memory, caps, speeds)
+        if math.isfinite(found.cost):
+            ends = [0, *found.starts, units]
+            spans = list(itertools.pairwise(ends))
+            assert all(a < b for a, b in spans)
+            assert all(sum(memory[a:b]) <= cap for (a, b), cap in zip(spans, caps, strict=True))
+            assert max(sum(costs[a:b]) / speed for (a, b), speed in zip(spans, speeds, strict=True)) == found.cost
+
+
+def test_what_does_not_fit() -> None:
+    assert partition(3, 2, sums([1, 1, 1], memory=[5, 5, 5], caps=[6, 6])).cost == math.inf
+    assert partition(2, 2, sums([1, 2])) == Partition(2, (1,))
+    assert partition(2, 3, sums([1, 2])).cost == math.inf

@@ -13,7 +13,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
-from manyhands.errors import BadInput, Unsupported
+from manyhands.errors import BadInput
 from manyhands.parallel.build import is_absent
 from manyhands.parallel.planner.profile import ModelProfile, profile_units
 from manyhands.parallel.planner.search import Plan
@@ -40,23 +40,18 @@ def profile_of(name: str, rows: int = 16) -> ModelProfile:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", TASKS)
-def test_units_of_a_model(name: str) -> None:
-    """All parameters are some unit's, and each unit was run."""
-    found, whole = profile_of(name), TASKS[name].model()
-    sizes = {name: p.nbytes for name, p in whole.named_parameters()}
-    assert {name: own for name, (own, _) in found.sizes.items()} == sizes
-    assert {name for names in found.names for name in names} == set(sizes)
-    assert all(one.forward.at(4) > 0 and one.backward.at(4) > 0 for one in found.units)
-    assert found.units[0].begins == ""
-    assert found.rows == (1, 4)
-
-
-@pytest.mark.usefixtures("quick")
-def test_equal_units_are_measured_once() -> None:
-    found = profile_of("gpt")
-    assert (len(found.units), found.distinct) == (8, 5)  # two embeddings, four blocks, a norm, a head
-    assert len({one.forward for one in found.units[2:6]}) == 1
+def test_units_of_a_model() -> None:
+    """All parameters are some unit's, and each unit was run; equal ones are measured once."""
+    for name in ("gpt", "tied", "marked", "mlp", "cnn"):
+        found, whole = profile_of(name), TASKS[name].model()
+        sizes = {key: p.nbytes for key, p in whole.named_parameters()}
+        assert {key: own for key, (own, _) in found.sizes.items()} == sizes, name
+        assert {key for names in found.names for key in names} == set(sizes), name
+        assert all(one.forward.at(4) > 0 and one.backward.at(4) > 0 for one in found.units), name
+        assert (found.units[0].begins, found.rows) == ("", (1, 4)), name
+        if name == "gpt":
+            assert (len(found.units), found.distinct) == (8, 5)  # two embeddings, four blocks, a norm, a head
+            assert len({one.forward for one in found.units[2:6]}) == 1
 
 
 @pytest.mark.usefixtures("quick")
@@ -64,8 +59,7 @@ def test_what_crosses_and_what_the_optimizer_keeps() -> None:
     found = profile_of("mlp", rows=32)
     assert [one.crossing.at(5) for one in found.units] == [0.0, *(5 * 8 * width for width in (40, 8, 64, 16))]
     trained = [sum(found.sizes[name][1] for name in names) for names in found.names]
-    steps = [2 * 4 for _ in found.units]  # AdamW counts the steps of each parameter
-    assert [one.state for one in found.units] == [2 * own + more for own, more in zip(trained, steps, strict=True)]
+    assert [one.state for one in found.units] == [2 * own + 2 * 4 for own in trained]  # and each parameter's steps
 
 
 @pytest.mark.usefixtures("quick")
@@ -82,65 +76,44 @@ def test_the_model_is_never_there_as_a_whole_and_is_as_before() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def changed(plan: Any, **fields: Any) -> Any:
+    return type(plan)(**{**vars(plan), **fields})
+
+
 def test_a_plan_says_what_it_would_take(mlp: Plans) -> None:
     best, text = mlp.chosen, mlp.text()
-    assert str(best) in text
-    assert "2 workers" in text
-    assert "one process" in text
+    for word in (str(best), "2 workers", "one process"):
+        assert word in text
     assert best.step_s > 0
     assert all(one.memory > 50e6 for one in best.stages)  # Python and torch alone take more
     again = json.loads(mlp.to_json())
     assert [one["plan"] for one in again["plans"]] == [str(one) for one in mlp.plans]
-
-
-def test_one_process_is_named_first_where_it_is_faster(mlp: Plans) -> None:
-    slow, quick = (Plans(**{**vars(mlp), "alone": with_seconds(mlp.alone, seconds)}) for seconds in (1e3, 1e-9))
+    slow, quick = (changed(mlp, alone=changed(mlp.alone, step_s=seconds)) for seconds in (1e3, 1e-9))
     assert quick.text().startswith("One process is faster")
     assert not slow.text().startswith("One process")
-
-
-def with_seconds(plan: Plan, seconds: float) -> Plan:
-    return Plan(**{**vars(plan), "step_s": seconds})
-
-
-def test_nothing_fits(mlp: Plans) -> None:
-    too_large = tuple(Plan(**{**vars(one), "over": 1.0}) for one in mlp.plans)
-    none = Plans(**{**vars(mlp), "plans": too_large, "limits": (1000, 1000)})
+    too_large: tuple[Plan, ...] = tuple(changed(one, over=1.0) for one in mlp.plans)
+    none = changed(mlp, plans=too_large, limits=(1000, 1000))
     assert none.best is None
     least = min(too_large, key=lambda one: one.memory)
     with pytest.raises(BadInput, match=str(least).replace(",", ".")):
         none.chosen  # noqa: B018
 
 
+def test_limits_that_are_none() -> None:
+    for given in ("2", "2 apples", "0GB", "1GB,1GB,1GB"):
+        with pytest.raises(BadInput, match="memory_per_worker"):
+            mh.plan(TASKS["mlp"], workers=2, memory_per_worker=given)
+
+
+def run_by(plan: Any, **given: Any) -> mh.Run:
+    return mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=plan, threads_per_worker=1, **given)
+
+
 @pytest.mark.slow
-def test_auto_where_nothing_fits() -> None:
-    with pytest.raises(BadInput, match="memory_per_worker"):
-        mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel="auto", memory_per_worker="20MB")
-
-
-@pytest.mark.parametrize("given", ["2", "2 apples", "0GB", "1GB,1GB,1GB"])
-def test_limits_that_are_none(given: str) -> None:
-    with pytest.raises(BadInput, match="memory_per_worker"):
-        mh.plan(TASKS["mlp"], workers=2, memory_per_worker=given)
-
-
-def test_a_limit_without_a_plan_to_look_for() -> None:
-    with pytest.raises(BadInput, match="auto"):
-        mh.train(TASKS["mlp"], workers=2, engine="local", memory_per_worker="1GB")
-    with pytest.raises(Unsupported, match="manyhands plan"):
-        mh.train(TASKS["mlp"], workers=2, engine="sim", model_parallel="auto")
-
-
-@pytest.fixture
-def file(mlp: Plans, tmp_path: Path) -> Path:
+def test_a_run_by_a_plan_is_compared_with_it(mlp: Plans, tmp_path: Path) -> None:
     mlp.save(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
-
-
-def test_a_run_by_a_plan_is_compared_with_it(mlp: Plans, file: Path) -> None:
-    run = mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=str(file), threads_per_worker=1, epochs=8)
-    spec = None if mlp.chosen.spec is None else str(mlp.chosen.spec)
-    same = mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=spec, threads_per_worker=1, epochs=8)
+    run = run_by(str(tmp_path / "plan.json"), epochs=8)
+    same = run_by(None if mlp.chosen.spec is None else str(mlp.chosen.spec), epochs=8)
     assert torch.equal(run.parameters, same.parameters)
     assert same.plan == {}
     assert run.plan["predicted_s"] == mlp.chosen.step_s
@@ -148,33 +121,26 @@ def test_a_run_by_a_plan_is_compared_with_it(mlp: Plans, file: Path) -> None:
     assert run.plan["message"].removeprefix("plan: ").split(" ")[0] in run.summary()
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+@pytest.mark.usefixtures("nothing_starts")
+def test_files_of_another_task_or_none_at_all(mlp: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    mlp.save(file)
+    plan = json.loads(file.read_text())
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"workers": 3}, "3 workers"),
         ({"kind": "another"}, "no plan|not a plan"),
         ({"for": {"model": "0", "torch": torch.__version__}}, "another model"),
         ({"for": None}, "damaged"),
         ({"model_parallel": "stages=x"}, "damaged"),
-    ],
-)
-def test_files_of_another_task_or_none_at_all(file: Path, change: dict[str, Any], says: str) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(BadInput, match=says):
-        mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=str(file))
-
-
-def test_files_that_cannot_be_read(file: Path) -> None:
-    file.write_text("{")
-    for path in (file, file.parent / "none.json"):
-        with pytest.raises(BadInput, match=path.name):
-            mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=str(path))
-
-
-def test_a_plan_of_another_torch(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ]
+    for text, says in [*((json.dumps(plan | change), says) for change, says in changes), ("{", "plan.json")]:
+        file.write_text(text)
+        with pytest.raises(BadInput, match=says):
+            run_by(str(file))
+    mlp.save(file)
     monkeypatch.setattr(torch, "__version__", "1.0")
     with pytest.raises(BadInput, match="another torch"):
-        mh.train(TASKS["mlp"], workers=2, engine="local", model_parallel=str(file))
+        run_by(str(file))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from stage_models import GPT, TASKS, masked, task, tokens
 import manyhands as mh
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]

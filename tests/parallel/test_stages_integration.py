@@ -1,337 +1,158 @@
-"""Replicas of several stages, in processes, train as replicas of one worker."""
+"""Stages in processes, here, on hosts and under torchrun, compute what they compute on engine `sim`."""
 
 from __future__ import annotations
 
-import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stage_models import BATCH, CNN, LENGTH, MICRO, TASKS, WIDTH
-from torch import Tensor
+from joined_run import Run, joined_by
+from stage_models import masked
+from stage_runs import expect_alike, train, trained
 
 import manyhands as mh
-from manyhands.engines.base import LaunchSpec
-from manyhands.engines.local.engine import Local
-from manyhands.errors import BadInput, Unsupported
-from manyhands.parallel.build import is_absent
-from manyhands.parallel.mesh import mesh_of
-from manyhands.parallel.spec import ModelParallel
-from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker_main import make_loop
-from manyhands.worker import Worker
+from manyhands.engines.hosts.engine import Hosts
+from manyhands.errors import WorkerFailed
 
-WITHIN = 1e-10
-
-
-@functools.cache
-def trained(name: str, workers: int, model_parallel: str | None, strategy: str = "allreduce", **fields: Any) -> mh.Run:
-    return mh.train(
-        TASKS[name].with_fields(**fields),
-        workers=workers,
-        engine="local",
-        strategy=strategy,
-        model_parallel=model_parallel,
-        threads_per_worker=1,
-    )
-
-
-def expect_alike(run: mh.Run, expected: mh.Run) -> None:
-    """Parameters, buffers, metrics, rows and the loss of each step."""
-    own, theirs = run.model.state_dict(), expected.model.state_dict()
-    assert own.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(own[name], value, rtol=0, atol=WITHIN, msg=lambda text, name=name: f"{name}: {text}")
-    assert run.metrics == pytest.approx(expected.metrics, abs=WITHIN)
-    assert run.rows["total"] == expected.rows["total"]
-    assert [row["loss"] for row in run.history] == pytest.approx([row["loss"] for row in expected.history], abs=WITHIN)
-    assert [row["rows"] for row in run.history] == [row["rows"] for row in expected.history]
-
-
-SLOW = pytest.mark.slow
-CASES = [
-    pytest.param(name, replicas, stages, marks=[] if (name, replicas, stages) in FAST else SLOW)
-    for FAST in [{("gpt", 1, 2), ("cnn", 1, 2), ("lengths", 1, 3)}]
-    for name in ("gpt", "mlp", "cnn", "lengths")
-    for replicas in (1, 2)
-    for stages in (1, 2, 3, 4)
-]
-
-
-@pytest.mark.parametrize(("name", "replicas", "stages"), CASES)
-def test_stages_train_as_one_worker_does(name: str, replicas: int, stages: int) -> None:
-    """pytorch#126600: micro-batches that are not equal, here of ten, nine and three rows, are refused. pytorch#159942: so are
-    lengths that vary."""
-    run = trained(name, replicas * stages, f"stages={stages}")
-    assert run.history[-1]["tick"] == 11
-    expect_alike(run, trained(name, replicas, None))
-
-
-def test_gradients_of_stages_alone_have_one_workers_bits() -> None:
-    """Nothing is tied, and no norm is added up in another order. pytorch#168058: numbers change with the layout."""
-    run, expected = (trained("mlp", *given, clip_norm=None) for given in ((3, "stages=3"), (1, None)))
-    assert torch.equal(run.parameters, expected.parameters)
-
-
-def library_model(kind: str) -> torch.nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
-    small = sizes | {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    small |= {"max_position_embeddings": 16}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, n_positions=16, **sizes)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        return transformers.GPT2LMHeadModel(config).double()
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **small)).double()
-    if kind == "bert":
-        config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **small)
-        return transformers.BertForSequenceClassification(config).double()
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, dropout_rate=0.0
-    )
-    config.decoder_start_token_id = config.pad_token_id = 0
-    return transformers.T5ForConditionalGeneration(config).double()
-
-
-def library_loss(kind: str, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    given, labels = batch
-    return model(input_ids=given, labels=labels[:, 0] % 2 if kind == "bert" else labels).loss
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
-def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
-    """pytorch#184361: a model of Hugging Face cannot be cut, because export fails on it."""
-    pytest.importorskip("transformers")
-    task = TASKS["gpt"].with_fields(
-        model=functools.partial(library_model, kind),
-        loss=functools.partial(library_loss, kind),
-        validation_data=None,
-        max_steps=6,
-    )
-    runs = [
-        mh.train(task, workers=stages, engine="local", model_parallel=f"stages={stages}", threads_per_worker=1)
-        for stages in (1, 2, 3)
-    ]
-    for run in runs[1:]:
-        torch.testing.assert_close(run.parameters, runs[0].parameters, rtol=0, atol=WITHIN)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["schedule=gpipe", "micro_batches=4", "cut=[blocks.2.mlp]"])
-def test_options(options: str) -> None:
-    """Four micro-batches of 39 rows are those of ten rows each; of three rows, of one."""
-    run = trained("gpt", 2, f"stages=2,{options}")
-    expect_alike(run, trained("gpt", 1, None))
+slow = pytest.mark.slow
+FAST = ("cnn", 3, "stages=3", "allreduce")
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [pytest.param("dropout", 2, marks=SLOW), ("cnn", 3), pytest.param("gpt", 1, marks=SLOW)]
+    ("name", "workers", "plan", "strategy"),
+    [
+        FAST,
+        *(
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("gpt", 4, "stages=2", "diloco:period=4"),
+                ("lengths", 3, "stages=3", "allreduce"),
+                ("tied", 2, "stages=2,cut=[join]", "allreduce"),
+                ("dropout", 4, "stages=2,recompute=units", "local-sgd:period=2"),
+                ("mlp", 4, "stages=2", "allreduce:compress=topk:0.3"),
+                ("mlp", 3, "stages=3,micro_batches=8", "allreduce"),
+                ("mlp", 6, "stages=2", "gossip"),
+                ("mlp", 4, "stages=2,schedule=gpipe", "eamsgd:period=3,via=group"),
+            )
+        ),
+    ],
 )
-def test_units_that_are_computed_again_have_the_same_bits(name: str, stages: int) -> None:
-    """With dropout, and with batch statistics, which count each row once."""
-    plans = f"stages={stages}", f"stages={stages},recompute=units"
-    run, expected = (trained(name, stages, plan) for plan in plans)
-    assert torch.equal(run.parameters, expected.parameters)
-    for key, value in expected.model.state_dict().items():
-        assert torch.equal(run.model.state_dict()[key], value), key
+def test_the_bits_and_bytes_of_sim(name: str, workers: int, plan: str, strategy: str) -> None:
+    """On a free network: parameters, buffers, metrics, each step's loss, and what crosses each cut."""
+    simulated, real = (trained(name, workers, plan, strategy, engine) for engine in ("sim", "local"))
+    assert torch.equal(simulated.parameters, real.parameters)
+    expect_alike(simulated, real, within=0.0)
+    assert (simulated.metrics, simulated.rows) == (real.metrics, real.rows)
+    kept = [[(one["begins"], one["parameters"]) for one in run.info["stages"]] for run in (simulated, real)]
+    assert kept[0] == kept[1]
+    for way in ("forward", "back"):
+        assert simulated.ledger.get(way) == real.ledger.get(way)
 
 
-def test_blocks_that_are_computed_again() -> None:
-    """torch.utils.checkpoint, and a view of what was transposed and made contiguous."""
-    expect_alike(trained("checkpointed", 3, "stages=3"), trained("checkpointed", 1, None))
-
-
-def compiled() -> torch.nn.Module:
-    model = CNN().double()
-    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
-    model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own
-@pytest.mark.parametrize(
-    "plan", ["cut=[blocks.1]", "cut=[head]", "cut=[blocks.0.norm2]", "cut=[blocks.2],recompute=units"]
-)
-def test_compiled_blocks(plan: str) -> None:
-    """Before, in and after a stage; the third cut is crossed by a value that a function gives."""
-    task = TASKS["cnn"].with_fields(model=compiled, max_steps=4, schedule=None)
-    runs = [
-        mh.train(task, workers=workers, engine="local", model_parallel=plan, threads_per_worker=1)
-        for workers, plan in ((2, f"stages=2,{plan}"), (1, None))
-    ]
-    expect_alike(*runs)
-
-
-def test_layers_that_are_copies_of_one() -> None:
-    expect_alike(trained("encoder", 2, "stages=2"), trained("encoder", 1, None))
-
-
-def test_a_tied_parameter_on_both_sides_of_a_cut() -> None:
-    """What it gives before the cut is the first stage's, though the second one has it, too."""
-    expect_alike(trained("tied", 2, "stages=2,cut=[join]"), trained("tied", 1, None))
-
-
-@pytest.mark.parametrize("plan", ["stages=3", pytest.param("stages=2,cut=[cut2]", marks=pytest.mark.slow)])
-def test_marks_in_a_forward_begin_stages(plan: str) -> None:
-    run = trained("marked", 3 if "3" in plan else 2, plan)
-    expect_alike(run, trained("marked", 1, None))
-    assert all(one["begins"] in ("", "cut1", "cut2", "cut3") for one in run.info["stages"])
-
-
-STRATEGIES = [
-    "local-sgd:period=3",
-    "local-sgd:period=end",
-    "diloco:period=4",
-    "easgd:period=3,via=group",
-    "eamsgd:period=3,via=group",
-    "gossip",
-]
-
-
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=[] if name.startswith("diloco") else SLOW) for name in STRATEGIES]
-)
-def test_a_strategy_acts_between_stages_as_between_replicas(strategy: str) -> None:
-    expect_alike(trained("gpt", 4, "stages=2", strategy), trained("gpt", 2, None, strategy))
-
-
-def test_the_same_plan_and_seed_give_the_same_bits_with_dropout() -> None:
-    first, second = (trained.__wrapped__("dropout", 2, "stages=2", max_steps=4) for _ in range(2))
-    assert torch.equal(first.parameters, second.parameters)
-
-
-def test_what_a_run_says_of_its_stages() -> None:
-    run = trained("gpt", 2, "stages=2")
+def test_what_a_run_says_of_its_stages(tmp_path: Path) -> None:
+    run = train("gpt", 4, "stages=2", engine="local", max_steps=2, run_dir=tmp_path)
     held = run.info["stages"]
     assert [one["begins"] for one in held] == ["", "blocks.2"]
     tied = run.model.tokens.weight.numel()
     assert sum(one["parameters"] for one in held) == run.info["parameters"] + tied == run.parameters.numel() + tied
-    assert "1 replica of 2 workers" in run.summary()
+    assert "2 replicas of 2 workers" in run.summary()
     assert sum(one["bytes"] for one in held) == sum(entry["bytes"] for entry in run.ledger.values())
-    assert [one["memory"] for one in held] == run.memory_of_workers
+    assert [one["memory"] for one in held] == [max(run.memory_of_workers[stage::2]) for stage in range(2)]
     for stage, begins in enumerate(("the beginning", "blocks.2")):
-        timing = run.timing_of_workers[stage]
-        waited = f"waited {100 * timing['wait'] / sum(timing.values()):.0f} %"
         (line,) = [one for one in run.summary().splitlines() if f"{stage} from {begins}: " in one]
-        assert f"{held[stage]['parameters']:,} parameters, {waited}, sent " in line
-    assert run.rows["workers"] == [run.rows["total"], 0]
+        assert f"{held[stage]['parameters']:,} parameters, waited " in line
+    assert run.rows["workers"][1::2] == [0, 0]
     for row in run.history:
         assert all(row[f"{part}_s"] > -1e-3 for part in ("input", "compute", "exchange", "wait"))
+    of_workers = [one for one in map(json.loads, (tmp_path / "events.jsonl").open()) if one["rank"] is not None]
+    assert {one["type"] for one in of_workers} >= {"start", "step", "checkpoint", "epoch"}
+    assert {one["rank"] for one in of_workers} == {0, 1, 2, 3}
+    for one in of_workers:
+        assert divmod(one["rank"], 2) == (one["values"]["replica"], one["values"]["stage"])
 
 
-# -- inside a worker -----------------------------------------------------------------------------------------------------
+def failing(model: Any, batch: Any) -> Any:
+    value = masked(model, batch)
+    if batch[0].shape[0] == 9:  # the last micro-batch of 39 rows, once the program is past the last cut
+        raise ValueError("this row is no good")
+    return value
 
 
-def inside(name: str, stages: int, worker: Worker) -> dict[str, Any]:
-    """Of a worker's loop before its first step, and of one step."""
-    spec = ModelParallel(stages=stages)
-    worker.mesh = mesh_of(worker, stages)
-    plan = WorkerPlan(task=TASKS[name], strategy=mh.strategies.strategy_of("allreduce"), model_parallel=spec)
-    loop = make_loop(plan, worker)
-    executor: Any = loop.replica.executor
-    held: dict[str, Tensor] = {
-        n: p.detach().clone() for n, p in loop.replica.model.named_parameters() if not is_absent(p)
-    }
-    batch = loop._first_rows()
-    loop.replica.begin_tick()
-    loop.replica.backward(batch)
-    sent = {k: v for ledger in executor.ledgers() for k, v in ledger.as_dict().items() if k in ("forward", "back")}
-    loop.train_feed.close()
-    drawn = torch.rand(4).tolist()
-    return {
-        "drawn": drawn,
-        "held": held,
-        "sent": sent,
-        "groups": [len(g["params"]) for g in loop.replica.optimizer.param_groups],
-    }
+@slow
+def test_a_stage_that_is_killed_or_raises_ends_the_run() -> None:
+    """The others wait for its tensors, and hear of it at once."""
+    with pytest.raises(WorkerFailed, match="worker 1"):
+        train("gpt", 3, "stages=3", engine="local:faults=kill=1@step:2")
+    with pytest.raises(WorkerFailed, match="this row is no good") as raised:
+        train("gpt", 2, "stages=2", engine="local", loss=failing)
+    assert raised.value.rank == 1
+    assert "stage 1 of 2, micro-batch 3 of 4, forward" in raised.value.detail
 
 
-@functools.cache
-def looked_at(name: str, stages: int) -> list[dict[str, Any]]:
-    return Local().launch(functools.partial(inside, name, stages), LaunchSpec(workers=stages, threads_per_worker=1))
-
-
-def test_each_stage_begins_with_one_workers_parameters() -> None:
-    """pytorch#139304: stages that are built from one seed have equal parameters, and others than one process."""
-    torch.manual_seed(TASKS["gpt"].seed)
-    whole = dict(TASKS["gpt"].model().named_parameters())
-    found = looked_at("gpt", 4)
-    assert {name for one in found for name in one["held"]} == set(whole)
-    for one in found:
-        for name, value in one["held"].items():
-            assert torch.equal(value, whole[name]), name
-    assert sum(len(one["held"]) for one in found) == len(whole) + 1  # the tied one is on two
-
-
-def test_a_tick_sends_each_cuts_bytes_forward_and_back() -> None:
-    """One value of [rows, length, width] float64 crosses each cut: what a block gives."""
-    nbytes = BATCH * LENGTH * WIDTH * 8
-    pieces = -(-BATCH // MICRO)
-    first, second = looked_at("gpt", 2)
-    assert first["sent"] == {"forward": {"bytes": nbytes, "messages": pieces}}
-    assert second["sent"] == {"back": {"bytes": nbytes, "messages": pieces}}
-
-
-def test_each_stage_draws_numbers_of_its_own() -> None:
-    drawn = [one["drawn"] for one in looked_at("gpt", 4)]
-    assert len({tuple(one) for one in drawn}) == 4
-
-
-def test_an_optimizers_groups_keep_their_number() -> None:
-    found = looked_at("gpt", 4)
-    assert {len(one["groups"]) for one in found} == {2}
-    assert all(sum(one["groups"]) == len(one["held"]) for one in found)
-
-
-# -- what is refused -----------------------------------------------------------------------------------------------------
-
-
+@slow
 @pytest.mark.parametrize(
-    ("workers", "given", "strategy", "error", "said"),
-    [
-        (
-            4,
-            "stages=3",
-            "allreduce",
-            BadInput,
-            "a replica takes 3 workers, and 4 workers are no whole number of replicas: give 3 or 6",
-        ),
-        (2, "stages=0", "allreduce", BadInput, "stages must be a whole number of at least 1"),
-        (2, "stages=two", "allreduce", BadInput, "stages"),
-        (2, "stags=2", "allreduce", BadInput, "stages"),
-        (2, "stages=2,schedule=zigzag", "allreduce", BadInput, "1f1b"),
-        (2, "stages=2,recompute=all", "allreduce", BadInput, "recompute"),
-        (2, "stages=2,micro_batches=0", "allreduce", BadInput, "micro_batches must be"),
-        (2, "stages=2,cut=[blocks.1,blocks.2]", "allreduce", BadInput, "begin at 1 cuts, and cut names 2"),
-        (2, "fsdp=2", "allreduce", Unsupported, "part 2"),
-        (2, "tensor=2", "allreduce", Unsupported, "part 2"),
-        (2, "stages=2", "hogwild", Unsupported, "write to one copy"),
-        (2, "stages=2", "quorum", Unsupported, "server"),
-        (2, "stages=2", "allreduce:overlap=true", Unsupported, "overlap"),
-        (2, "stages=2", "diloco:streaming=2", Unsupported, "streaming"),
-    ],
+    ("workers", "here", "plan", "strategy"),
+    [(4, 3, "stages=4", "allreduce"), (4, 2, "stages=2", "downpour:bound=0")],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
-    workers: int, given: str, strategy: str, error: type[Exception], said: str
+def test_stages_on_two_hosts(
+    workers: int, here: int, plan: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error, match=said):
-        trained("gpt", workers, given, strategy)
+    """A server's replicas have a shard beside them on the first host."""
+    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
+    served = strategy != "allreduce"
+    expected = trained("gpt", workers, plan, strategy, "local" if served else "sim", max_steps=5)
+    run = Run(Hosts(local_workers=here), joined_by(*([2] if served else [workers - here])))
+    given: dict[str, Any] = {"servers": 2} if served else {}
+    if plan == "stages=4":  # both hosts see the folder: they write the model there
+        given["run_dir"] = tmp_path / "run"
+    found = run.during(lambda: train("gpt", workers, plan, strategy, run.engine, max_steps=5, **given))
+    assert served or ("send" in found.ledger) == (plan != "stages=4")
+    expect_alike(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("stages=2,cut=[blocks.9]", r"the model has no such module; did you mean blocks\."),
-        ("stages=2,cut=[blocks]", "it holds modules and is not called itself"),
-        ("stages=3,cut=[blocks.2,blocks.1]", "not in the order of the calls: blocks.1, blocks.2"),
-    ],
-)
-def test_cuts_that_are_none(given: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        trained("gpt", 3 if "stages=3" in given else 2, given)
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import manyhands as mh
+from stage_models import GPT, TASKS
+out = sys.argv[2]
+task, given = TASKS["gpt"].with_fields(max_steps=4, schedule=None), {"model_parallel": "stages=2", "threads_per_worker": 1}
+torch.manual_seed(task.seed)
+model = GPT().double()
+run = mh.train(task.with_fields(model=model), run_dir=out + "/run", **given)
+assert run.model is model
+served = mh.train(task, strategy="downpour:bound=0", **given)
+found = {"broadcast": run.ledger["broadcast_"]["bytes"], "metrics": run.metrics, "rows": run.rows["total"]}
+torch.save(found | {"model": run.model.state_dict(), "served": served.model.state_dict()}, f"{out}/{os.environ['RANK']}")
+"""
+
+
+@slow
+def test_stages_under_torchrun(tmp_path: Path) -> None:
+    """Every rank gets the whole answer, in a module of the script's, of which it was a stage."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    source = str(Path(mh.__file__).resolve().parents[1])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    subprocess.run(
+        [*launch, str(Path(__file__).parent), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])},
+        check=True,
+        timeout=100,
+    )
+    given = {"max_steps": 4, "schedule": None}
+    expected = trained("gpt", 4, "stages=2", engine="local", **given)
+    served = trained("gpt", 2, None, "downpour:bound=0", engine="local", **given)
+    for rank in range(4):
+        found = torch.load(tmp_path / str(rank))
+        torch.testing.assert_close(found["model"], expected.model.state_dict(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(found["served"], served.model.state_dict(), rtol=0, atol=1e-10)
+        assert found["metrics"] == pytest.approx(expected.metrics, abs=1e-10)
+        assert found["rows"] == expected.rows["total"]
+        assert found["broadcast"] == expected.ledger["broadcast_"]["bytes"]  # at the start, between the replicas

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +11,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from stage_models import TASKS, classified, masked
+from driver_script import wait_until
+from stage_models import masked
+from stage_runs import train
 from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import BadInput, ManyhandsError, Preempted
+
+slow = pytest.mark.slow
 
 
 class Shifted(nn.Module):
@@ -40,10 +39,6 @@ class Shifted(nn.Module):
         return self.third(torch.tanh(self.second(self.first(x))))
 
 
-def counted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return classified(model, batch)
-
-
 def count_calls(module: nn.Module, given: Any) -> None:
     if module.training:
         module.calls += 1
@@ -52,112 +47,62 @@ def count_calls(module: nn.Module, given: Any) -> None:
 def shifted() -> nn.Module:
     model = Shifted()
     model.second.register_forward_pre_hook(count_calls)
-    return model
+    return model.double()
 
 
-TASKS = TASKS | {"shifted": TASKS["mlp"].with_fields(model=lambda: shifted().double(), loss=counted)}
+def run(folder: Path | None, model: Any = shifted, steps: int = 4, **options: Any) -> mh.Run:
+    given = {"max_steps": steps, "schedule": None, "run_dir": folder, **options}
+    return train("mlp", 2, "stages=2", engine="local", **({"model": model} if model else {}), **given)
 
 
-def run(name: str, folder: Path | None, workers: int = 2, steps: int = 4, **options: Any) -> mh.Run:
-    return mh.train(
-        TASKS[name].with_fields(max_steps=steps, schedule=None),
-        workers=workers,
-        engine="local",
-        model_parallel=f"stages={workers}",
-        threads_per_worker=1,
-        run_dir=folder,
-        **options,
-    )
-
-
-@functools.cache
-def gathered(name: str) -> mh.Run:
-    """Without a run directory the first worker collects the model."""
-    return run(name, None)
-
-
-def expect_same(model: nn.Module, expected: nn.Module) -> None:
-    own = model.state_dict() | dict(model.named_buffers())
-    theirs = expected.state_dict() | dict(expected.named_buffers())
-    assert own.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(own[name], value), name
-
-
-@pytest.mark.parametrize("name", ["gpt", pytest.param("shifted", marks=pytest.mark.slow)])
-def test_workers_write_the_model_and_nobody_has_all_of_it(name: str, tmp_path: Path) -> None:
+@slow
+def test_workers_write_the_model_and_nobody_has_all_of_it(tmp_path: Path) -> None:
     """pytorch#149640: a model is saved and loaded without a worker that must hold all of it. No byte of it travels."""
-    found, expected = run(name, tmp_path / "run"), gathered(name)
+    Shifted.made = 0
+    found = run(tmp_path)
+    assert found.summary()
+    assert found.advice().text
+    assert Shifted.made == 0  # it is built when it is asked for
+    assert found.model is found.model
+    assert Shifted.made == 1
+    expected = run(None)  # without a run directory the first worker collects the model
     assert expected.ledger["send"]["bytes"] > 1000
-    sent = found.ledger.get("send", {"bytes": 0})["bytes"]
-    assert sent == (8 if name == "shifted" else 0)  # a buffer that no file holds
-    file = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert found.ledger["send"]["bytes"] == 8  # a buffer that no file holds
+    file = (tmp_path / "model.safetensors").read_bytes()
     saved = safetensors.torch.load(file)
     assert file == safetensors.torch.save(saved)
     assert saved.keys() == expected.model.state_dict().keys()
-    expect_same(found.model, expected.model)
+    states = [one.state_dict() | dict(one.named_buffers()) for one in (found.model, expected.model)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[1].items():
+        assert torch.equal(states[0][name], value), name
     assert torch.equal(found.parameters, expected.parameters)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+    assert {path.name for path in tmp_path.iterdir()} == {
         *("checkpoints", "config.json", "events.jsonl", "launch.json", "model.safetensors", "result.json")
     }
-
-
-def test_events_name_replica_and_stage(tmp_path: Path) -> None:
-    mh.train(
-        TASKS["gpt"].with_fields(max_steps=2),
-        workers=4,
-        engine="local",
-        model_parallel="stages=2",
-        threads_per_worker=1,
-        run_dir=tmp_path,
-    )
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    of_workers = [one for one in events if one["rank"] is not None]
-    assert {one["type"] for one in of_workers} >= {"start", "step", "checkpoint", "epoch"}
-    assert {one["rank"] for one in of_workers} == {0, 1, 2, 3}
-    for one in of_workers:
-        assert divmod(one["rank"], 2) == (one["values"]["replica"], one["values"]["stage"])
-
-
-@pytest.mark.slow
-def test_a_model_is_built_when_it_is_asked_for(tmp_path: Path) -> None:
-    Shifted.made = 0
-    found = run("shifted", tmp_path)
-    assert Shifted.made == 0
-    assert found.summary()
-    assert found.advice().text
-    assert Shifted.made == 0
-    assert found.model is found.model
-    assert Shifted.made == 1
-    again = run("shifted", tmp_path, resume=True)  # the finished run
-    before = Shifted.made
+    made = Shifted.made
+    again = run(tmp_path, resume=True)  # the finished run
     for name, value in found.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], value), name
-    assert Shifted.made == before + 1
+    assert Shifted.made == made + 1
     with pytest.raises(BadInput, match="the finished run's parameters are not this model's"):
-        run("mlp", tmp_path, resume=True)
+        run(tmp_path, model=None, resume=True)
 
 
-@pytest.mark.slow
+@slow
 def test_a_file_that_a_later_run_wrote_is_no_models(tmp_path: Path) -> None:
-    first = run("mlp", tmp_path)
-    second = run("mlp", tmp_path, steps=6, resume=True)
+    first = run(tmp_path, model=None)
+    second = run(tmp_path, model=None, steps=5, resume=True)
     with pytest.raises(ManyhandsError, match="written anew"):
         first.model  # noqa: B018
     assert second.model is not None
 
 
-@pytest.mark.slow
+@slow
 def test_a_module_of_the_users_holds_the_result(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     before = model[0].weight.detach().clone()
-    found = mh.train(
-        TASKS["mlp"].with_fields(model=model, max_steps=2, schedule=None),
-        workers=2,
-        engine="local",
-        model_parallel="stages=2",
-        run_dir=tmp_path,
-    )
+    found = run(tmp_path, model=model, steps=2)
     assert found.model is model
     assert not torch.equal(model[0].weight, before)
 
@@ -204,7 +149,7 @@ SHORT_OF_MEMORY = """
 """
 
 
-@pytest.mark.slow
+@slow
 def test_where_memory_is_short_an_error_names_the_file(script: Callable[..., Any]) -> None:
     """In a process whose earlier programs have left no free memory."""
     code, out, errors = script(SHORT_OF_MEMORY).end()
@@ -226,63 +171,13 @@ class PreemptedAt:
         value = masked(model, batch)  # on other stages it ends here
         if self.calls == self.call:
             os.kill(self.driver, signal.SIGTERM)
-            deadline = time.monotonic() + 30
-            while mh.worker().driver.should_stop() != "preempted":
-                assert time.monotonic() < deadline, "the driver told no worker to stop"
-                time.sleep(0.001)
+            wait_until(lambda: mh.worker().driver.should_stop() == "preempted", 30)
         return value
 
 
-@pytest.mark.slow
+@slow
 def test_a_run_that_is_preempted_writes_no_model(tmp_path: Path) -> None:
-    task = TASKS["gpt"].with_fields(loss=PreemptedAt(6))
     with pytest.raises(Preempted, match="resume it with resume=True"):
-        mh.train(
-            task,
-            workers=2,
-            engine="local",
-            model_parallel="stages=2",
-            threads_per_worker=1,
-            run_dir=tmp_path,
-        )
+        train("gpt", 2, "stages=2", engine="local", run_dir=tmp_path, loss=PreemptedAt(6))
     assert not (tmp_path / "model.safetensors").exists()
     assert any((tmp_path / "checkpoints").iterdir())
-
-
-SCRIPT = """
-    import json, os, sys
-    sys.path.insert(0, {folder!r})
-    import torch
-    import manyhands as mh
-    from stage_models import GPT, TASKS
-    torch.manual_seed(TASKS["gpt"].seed)
-    model = GPT().double()
-    task = TASKS["gpt"].with_fields(max_steps=4, schedule=None, model=model)
-    run = mh.train(task, model_parallel="stages=2", threads_per_worker=1, run_dir={run_dir!r})
-    assert run.model is model
-    with open({out!r} + os.environ["RANK"], "w") as file:
-        json.dump([run.parameters.tolist(), run.ledger["broadcast_"]["bytes"]], file)
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_every_rank_reads_the_file(tmp_path: Path) -> None:
-    """The model is a module of the script's, of which each rank was a stage."""
-    script = tmp_path / "script.py"
-    given = {"folder": str(Path(__file__).parent), "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "out")}
-    script.write_text("\n".join(line[4:] for line in SCRIPT.format(**given).splitlines()))
-    source = str(Path(mh.__file__).resolve().parents[1])
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])},
-        check=True,
-        capture_output=True,
-        timeout=100,
-    )
-    expected = mh.train(
-        TASKS["gpt"].with_fields(max_steps=4, schedule=None), workers=4, engine="local", model_parallel="stages=2"
-    )
-    for rank in range(4):
-        parameters, broadcast = json.loads((tmp_path / f"out{rank}").read_text())
-        assert parameters == pytest.approx(expected.parameters.tolist(), abs=1e-10)
-        assert broadcast == expected.ledger["broadcast_"]["bytes"]  # at the start, between the replicas

@@ -1,8 +1,6 @@
 """What users of other pipelines complain of: one test for each complaint, which its docstring names.
 
-Those that another test covers as they are stand in that test's docstring: pytorch#126600 and #159942 (`stages_integration::stages_train_as_one_worker_does`), #184361 (`models_of_transformers_are_cut_as_they_are`), #139304
-(`each_stage_begins_with_one_workers_parameters`), #168058 (`gradients_of_stages_alone_have_one_workers_bits`), #149640
-(`stages_result_integration`, `by_replica`), torchtitan#811 (`stages_resume_integration::a_run_goes_on`).
+Others stand in the docstrings of test_stages.py and test_stages_result_integration.py.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_models import CNN, GPT, MLP, TASKS, classified, masked, numbers, tokens
+from stage_models import CNN, GPT, TASKS, classified, masked, numbers, tokens
 from stage_threads import in_stages
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,20 +82,23 @@ def test_an_input_of_a_stage_that_gets_no_gradient() -> None:
 
 
 def test_an_evaluation_before_the_first_step(gpt: nn.Module) -> None:
-    """pytorch#162822: after an evaluation that comes before training, backward fails."""
+    """pytorch#162822: after an evaluation that comes before training, backward fails. torchtitan#547: the loss is -1 on all
+    stages but the last one."""
     batch, held_out = tokens(12).tensors, tokens(7, seed=3).tensors
 
-    def program(loop: Loop) -> tuple[Any, dict[str, Tensor]]:
+    def program(loop: Loop) -> tuple[float, float, dict[str, Tensor]]:
         loop.replica.model.eval()
         metrics = loop.replica.executor.evaluate(lambda model, rows: {"loss": masked(model, rows)[0]}, held_out)
         loop.replica.model.train()
-        return metrics, gradients(loop, batch)
+        own = gradients(loop, batch)
+        return float(metrics["loss"]), loop.replica.loss, own
 
     found = in_stages(TASKS["gpt"], gpt, "stages=3", program)
     with torch.no_grad():
-        expected = float(masked(gpt, held_out)[0])
-    assert [metrics["loss"] for metrics, _ in found] == pytest.approx([expected] * 3, abs=1e-12)
-    expect_gradients([own for _, own in found], whole_gradients(gpt, masked, batch))
+        expected = [float(masked(gpt, rows)[0]) for rows in (held_out, batch)]
+    assert [judged for judged, _, _ in found] == pytest.approx([expected[0]] * 3, abs=1e-12)
+    assert [loss for _, loss, _ in found] == pytest.approx([expected[1]] * 3, abs=1e-12)
+    expect_gradients([own for _, _, own in found], whole_gradients(gpt, masked, batch))
 
 
 def test_statistics_of_units_that_are_computed_again_count_once() -> None:
@@ -127,8 +128,7 @@ def test_statistics_of_units_that_are_computed_again_count_once() -> None:
             torch.testing.assert_close(joined[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_the_norm_is_the_whole_models(stages: int, gpt: nn.Module) -> None:
+def test_the_norm_is_the_whole_models(gpt: nn.Module) -> None:
     """torchtitan#596: each stage clips by its own norm, and a tied parameter counts once."""
     batch = tokens(12).tensors
     whole = whole_gradients(gpt, masked, batch)
@@ -140,25 +140,12 @@ def test_the_norm_is_the_whole_models(stages: int, gpt: nn.Module) -> None:
         loop.replica.executor.clip(norm / 2)
         return found, {n: v.clone() for n, v in loop.replica.named(loop.replica.gradients).items()}
 
-    found = in_stages(TASKS["gpt"], gpt, f"stages={stages}", program)
-    assert [one for one, _ in found] == pytest.approx([norm] * stages, abs=1e-12)
-    halved = {name: gradient / 2 for name, gradient in whole.items()}
-    for _, own in found:
-        for name, gradient in own.items():
-            torch.testing.assert_close(gradient, halved[name], rtol=1e-5, atol=1e-9, msg=name)
-
-
-def test_every_stage_knows_the_loss(gpt: nn.Module) -> None:
-    """torchtitan#547: the loss is -1 on all stages but the last one."""
-    batch = tokens(12).tensors
-
-    def program(loop: Loop) -> float:
-        loop.replica.begin_tick()
-        return loop.replica.backward(batch)
-
-    with torch.no_grad():
-        expected = float(masked(gpt, batch)[0])
-    assert in_stages(TASKS["gpt"], gpt, "stages=3", program) == pytest.approx([expected] * 3, abs=1e-12)
+    for stages in (2, 4):
+        found = in_stages(TASKS["gpt"], gpt, f"stages={stages}", program)
+        assert [one for one, _ in found] == pytest.approx([norm] * stages, abs=1e-12)
+        for _, own in found:
+            for name, gradient in own.items():
+                torch.testing.assert_close(gradient, whole[name] / 2, rtol=1e-5, atol=1e-9, msg=name)
 
 
 def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
@@ -278,12 +265,3 @@ def test_tied_weights_of_several_types(rows: int) -> None:
         assert stepped == own.keys() - {"idle.weight", "idle.bias"}
     assert {"wide.weight", "wide.bias", "narrow.weight"} <= found[0][2] & found[2][2]
     assert [messages for _, messages, _ in found] == [2, 0, 2]  # one for each type
-
-
-def test_the_unequal_stages_of_an_mlp_are_its_layers() -> None:
-    """A guard of this file: its way of running stages in threads gives one process's gradients."""
-    torch.manual_seed(0)
-    model, batch = MLP().double(), numbers(12, (12,)).tensors
-    for stages in (2, 4):
-        found = in_stages(TASKS["mlp"], model, f"stages={stages}", lambda loop: gradients(loop, batch))
-        expect_gradients(found, whole_gradients(model, classified, batch))
