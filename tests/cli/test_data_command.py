@@ -47,7 +47,19 @@ def test_what_a_folder_holds() -> None:
     assert lines[-2:] == ["x       y", "[0, 1]  0"]
 
 
-def test_json_is_the_survey() -> None:
+def test_uncounted_rows_arrays_of_numpy_and_json() -> None:
+    mh.write_shards({"cls": np.arange(400)}, "tars", format="tar", rows_per_file=100)
+    shown = invoke("tars", "--no-count").stdout
+    assert "tars: Tar, about 400 rows" in shown
+    assert "uncounted: whole files are dealt" in shown
+    assert "1 block in the first file: 100 rows" in shown
+    assert [line.split()[:2] for line in shown.splitlines() if line.startswith("  0 ")] == [["0", "4"]]
+    assert "tars: Tar, 400 rows" in invoke("tars").stdout
+    np.save("a.npy", np.arange(6.0).reshape(3, 2))
+    shown = invoke("a.npy").stdout
+    assert "a.npy: npy, 3 rows" in shown
+    assert "none of its own, the file is mapped" in shown
+    assert "(the array)" in shown
     done = invoke("rows", "--json", "--workers", "4", "--batch-size", "8", "--shuffle", "none", "--columns", "y")
     assert done.exit_code == 0, done.output
     wanted = survey(["rows"], workers=4, batch_size=8, shuffle="none", columns=["y"])
@@ -70,24 +82,6 @@ def test_no_line_is_wider_than_the_terminal() -> None:
     assert "  worker  " not in many
 
 
-def test_uncounted_rows() -> None:
-    mh.write_shards({"cls": np.arange(400)}, "tars", format="tar", rows_per_file=100)
-    shown = invoke("tars", "--no-count").stdout
-    assert "tars: Tar, about 400 rows" in shown
-    assert "uncounted: whole files are dealt" in shown
-    assert "1 block in the first file: 100 rows" in shown
-    assert [line.split()[:2] for line in shown.splitlines() if line.startswith("  0 ")] == [["0", "4"]]
-    assert "tars: Tar, 400 rows" in invoke("tars").stdout
-
-
-def test_arrays_of_numpy() -> None:
-    np.save("a.npy", np.arange(6.0).reshape(3, 2))
-    shown = invoke("a.npy").stdout
-    assert "a.npy: npy, 3 rows" in shown
-    assert "none of its own, the file is mapped" in shown
-    assert "(the array)" in shown
-
-
 def test_rows_are_written_in_another_form() -> None:
     done = invoke("rows", "--to", "b.tfrecord", "--columns", "x, y")
     assert done.exit_code == 0, done.output
@@ -101,9 +95,6 @@ def test_rows_are_written_in_another_form() -> None:
     assert [path.name for path in sorted(Path("c").iterdir())] == [f"part-{i:05d}.parquet" for i in range(3)]
     done = invoke("b.tfrecord", "--to", "d", "--format", "arrow", "--shuffle", "rows", "--seed", "5", "--json")
     assert json.loads(done.stdout)["rows"] == 400
-
-
-def test_several_paths_and_an_npz() -> None:
     done = invoke("rows/part-00003.parquet", "rows/part-00001.parquet", "--to", "b.parquet")
     assert done.exit_code == 0, done.output
     assert pq.read_table("b.parquet")["y"].to_pylist() == [*range(75, 100), *range(25, 50)]

@@ -50,9 +50,14 @@ def test_rows_come_in_order_with_the_bits_of_a_plain_loop() -> None:
         for rows in (1, 2, 5, 16, 17, 100):
             found = mh.predict(model(), inputs(rows), workers=workers, engine="sim", batch_size=BATCH)
             assert torch.equal(found, outputs(model(), inputs(rows))), (workers, rows)
+    x, y = plain.rows(30)
+    assert torch.equal(mh.predict(model(), (x, y, y), batch_size=BATCH), outputs(model(), x))
+    rows = [x[i].tolist() for i in range(30)]
+    found = mh.predict(model(), rows, collate=lambda own: torch.tensor(own, dtype=torch.float64), batch_size=BATCH)
+    assert torch.equal(found, outputs(model(), x))
 
 
-def test_the_callers_model_stays_as_it_is() -> None:
+def test_the_callers_model_stays_as_it_is_and_predicts_in_evaluation_mode() -> None:
     given = model()
     given[0].eval()
     before = {name: value.clone() for name, value in given.state_dict().items()}
@@ -61,6 +66,11 @@ def test_the_callers_model_stays_as_it_is() -> None:
         assert not found.requires_grad
     assert [module.training for module in (given, given[0], given[1])] == [True, False, True]
     assert all(torch.equal(value, given.state_dict()[name]) for name, value in before.items())
+    given = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(5).double()))
+    given.norm.running_mean.copy_(torch.arange(5.0))
+    found = mh.predict(given, inputs(40), workers=2, engine="sim", batch_size=8)
+    assert torch.allclose(found, (inputs(40) - torch.arange(5.0)) / (1 + 1e-5) ** 0.5)
+    assert given.norm.running_mean.tolist() == list(range(5))
 
 
 class Words(Dataset[str]):
@@ -137,14 +147,6 @@ def test_tuples_dicts_and_kept_columns() -> None:
     assert found["id"].tolist() == table["id"].tolist()
     assert torch.equal(found["other"], table["other"])
     assert torch.equal(found["prediction"], wanted)
-
-
-def test_the_first_of_a_tuple_is_the_input_and_a_collate_function_makes_batches() -> None:
-    x, y = plain.rows(30)
-    assert torch.equal(mh.predict(model(), (x, y, y), batch_size=BATCH), outputs(model(), x))
-    rows = [x[i].tolist() for i in range(30)]
-    found = mh.predict(model(), rows, collate=lambda own: torch.tensor(own, dtype=torch.float64), batch_size=BATCH)
-    assert torch.equal(found, outputs(model(), x))
 
 
 def test_rows_go_into_a_file_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +235,6 @@ def test_rows_of_a_dataframe_on_several_hosts_have_no_order(monkeypatch: pytest.
     with pytest.raises(Unsupported, match="lie on several hosts"):
         deal.open()
     assert deal.unordered().open() is rows
-
-
-def test_batches_with_buffers_in_evaluation_mode() -> None:
-    """Batch normalisation takes its own statistics, not the batch's, and keeps them."""
-    given = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(5).double()))
-    given.norm.running_mean.copy_(torch.arange(5.0))
-    found = mh.predict(given, inputs(40), workers=2, engine="sim", batch_size=8)
-    assert torch.allclose(found, (inputs(40) - torch.arange(5.0)) / (1 + 1e-5) ** 0.5)
-    assert given.norm.running_mean.tolist() == list(range(5))
 
 
 class Elsewhere(nn.Module):

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -60,10 +59,7 @@ def test_rows_come_in_order_with_the_bits_of_a_plain_loop(local: Local, workers:
 
 
 def test_metrics_of_many_workers_are_one_processes(local: Local) -> None:
-    def metrics(module: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"loss": plain.cross_entropy(module, batch)}
-
-    options: dict[str, Any] = {"metrics": metrics, "engine": local, "batch_size": BATCH}
+    options: dict[str, Any] = {"task": plain.task(epochs=1), "engine": local, "batch_size": BATCH}
     one, two = (mh.evaluate(model(), plain.rows(ROWS), workers=workers, **options) for workers in (1, 2))
     assert two == pytest.approx(one, rel=1e-12)
 
@@ -215,8 +211,5 @@ def test_under_torchrun_every_rank_gets_all_rows_and_the_first_writes(tmp_path: 
 
 
 def test_inside_of_a_launch_the_workers_that_are_there_compute(local: Local) -> None:
-    def program() -> tuple[Tensor, float]:
-        return mh.predict(model(), X, batch_size=BATCH), time.monotonic()
-
-    found = mh.launch(program, workers=2, engine=local)
-    assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows, _ in found)
+    found = mh.launch(lambda: mh.predict(model(), X, batch_size=BATCH), workers=2, engine=local)
+    assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows in found)

@@ -22,7 +22,7 @@ def test_a_loss_costs_the_step_the_pause_and_the_absence() -> None:
     assert found["goodput"] == pytest.approx(1 - (3.0 + 1.5 + 0.9) / 80)
 
 
-def test_two_losses_at_once_are_one_pause() -> None:
+def test_two_losses_at_once_are_one_pause_and_who_leaves_in_order_has_nothing_repeated() -> None:
     goodput = Goodput(4, 0.0)
     goodput.lost(10.0)
     goodput.lost(10.1)
@@ -31,9 +31,6 @@ def test_two_losses_at_once_are_one_pause() -> None:
     assert found["paused_s"] == pytest.approx(2 * 0.3)
     assert found["absent_s"] == pytest.approx(0.1 + 2 * 0.2)
     assert found["repeated_s"] == 0.0
-
-
-def test_who_leaves_in_order_has_nothing_repeated_and_more_workers_are_no_negative_absence() -> None:
     goodput = Goodput(2, 0.0)
     goodput.formed(5.0, 1, 4.9)
     found = goodput.result(10.0)
@@ -43,7 +40,7 @@ def test_who_leaves_in_order_has_nothing_repeated_and_more_workers_are_no_negati
     assert goodput.result(10.0)["absent_s"] == 0.0
 
 
-def test_a_restart_costs_all_since_the_checkpoint_and_until_the_next_start() -> None:
+def test_a_restart_costs_all_since_the_checkpoint_and_until_the_next_start_once() -> None:
     goodput = Goodput(4, 0.0)
     goodput.stopped(10.0)  # the checkpoint's newest step was complete at 7
     goodput.resumed(12.0, 4, 7.0)
@@ -52,9 +49,6 @@ def test_a_restart_costs_all_since_the_checkpoint_and_until_the_next_start() -> 
     assert found["paused_s"] == pytest.approx(4 * 2.0)
     assert found["absent_s"] == 0.0
     assert found["goodput"] == pytest.approx(1 - 20.0 / 80)
-
-
-def test_what_was_lost_since_the_checkpoint_is_not_lost_twice() -> None:
     goodput = Goodput(4, 0.0)
     goodput.lost(8.0)
     goodput.formed(9.0, 3, 8.0)  # three paused for a second, one is absent from 8 on
@@ -64,9 +58,6 @@ def test_what_was_lost_since_the_checkpoint_is_not_lost_twice() -> None:
     assert found["absent_s"] == pytest.approx(2.0)
     assert found["paused_s"] == pytest.approx(3.0 + 4.0)
     assert found["repeated_s"] == pytest.approx(4 * 1.0 + 3 * 1.0)  # from 7 to 8, and from 9 to 10
-
-
-def test_a_restart_without_a_checkpoint_repeats_all() -> None:
     goodput = Goodput(2, 1.0)
     goodput.stopped(6.0)
     goodput.stopped(7.0)  # the next one failed before it began

@@ -52,13 +52,17 @@ def test_sums_are_means_over_workers_and_ticks_that_stayed_open_count_at_the_end
     assert history.close() == []
 
 
-def test_an_earlier_launch_may_have_had_another_number_of_workers() -> None:
+def test_launches_and_generations_may_have_other_numbers_of_workers() -> None:
     history = History(2)
     history.preload([(step(rank), 0) for rank in range(4)])
     history.add(step(0, tick=1))
     assert history.add(step(1, tick=1)) is not None
     assert [row["rows"] for row in history.rows] == [16, 8]
     assert history.timing()["compute"] == pytest.approx(0.4)
+    steps = [step(0, 0), step(1, 0), step(0, 1)]
+    later = [replace(step(0, tick), generation=1) for tick in (2, 3)]
+    rows = History(1).rows_of([*((event, 2) for event in steps), *((event, 1) for event in later)])
+    assert [(row["tick"], row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 # -- leased rows, staleness ----------------------------------------------------------------------------------------------
@@ -139,11 +143,3 @@ def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytes
     assert sum(row["compute_s"] for row in history.rows) == pytest.approx(history.timing()["compute"])
     assert history.highest_rate == 1.0
     assert history.steps == 1000
-
-
-def test_a_later_generation_closes_what_the_one_before_left_open() -> None:
-    """A worker that was lost took its report of tick 1 with it: the row stands before those of the members after it."""
-    steps = [step(0, 0), step(1, 0), step(0, 1)]
-    later = [replace(step(0, tick), generation=1) for tick in (2, 3)]
-    rows = History(1).rows_of([*((event, 2) for event in steps), *((event, 1) for event in later)])
-    assert [(row["tick"], row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]

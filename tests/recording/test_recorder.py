@@ -68,20 +68,32 @@ def run_of(recorder: Recorder, **info: Any) -> Run:
     )
 
 
-def finish(recorder: Recorder, run: Run) -> None:
-    recorder.complete(run)
-    recorder.end(run)
-
-
 def record(recorder: Recorder, *events: Event) -> None:
     with recorder:
         for event in events:
             recorder.event(event)
 
 
-def end_within(recorder: Recorder) -> None:
+def record_all(recorder: Recorder, *events: Event, **info: Any) -> Run:
+    """To the end."""
     with recorder:
-        finish(recorder, run_of(recorder))
+        for event in events:
+            recorder.event(event)
+        run = run_of(recorder, **info)
+        recorder.complete(run)
+        recorder.end(run)
+    return run
+
+
+def resumed(directory: Path, tick: int, left: Any = None, **options: Any) -> Recorder:
+    recorder = Recorder(directory=directory, **{"workers": 1, **options})
+    recorder.preload(tick, left)
+    return recorder
+
+
+def again(tick: int, **values: Any) -> Event:
+    """The start of a launch that goes on."""
+    return Event(type="start", rank=0, tick=tick, **values)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -95,14 +107,14 @@ def types(directory: Path) -> list[str]:
 def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: Path) -> None:
     heard = Heard()
     with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as recorder:
-        recorder.event(START)
-        recorder.event(step(1, loss=2.0))
-        recorder.event(step(0))
+        for event in (START, step(1, loss=2.0), step(0)):
+            recorder.event(event)
         assert recorder.answer(ask("validation", metrics={"validation_loss": 1.0}, best=True)) == {}
         assert recorder.answer(ask("epoch", rows=8)) == {}
         recorder.event(Event(type="checkpoint", rank=0, values={"path": "p", "seconds": 0.1}))
         run = run_of(recorder)
-        finish(recorder, run)
+        recorder.complete(run)
+        recorder.end(run)
     assert types(tmp_path) == ["start", "step", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.calls == ["start", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.events[1].values["loss"] == 1.5
@@ -110,11 +122,8 @@ def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: P
     assert heard.events[-1].values == {"metrics": {"test_loss": 0.5}, "seconds": 2.0}
     assert run.timing_of_workers == [{"input": 0.1, "compute": 0.2, "exchange": 0.3, "wait": 0.4}] * 2
     apart = Heard()
-    with Recorder(workers=2, callbacks=[apart]) as recorder:  # a tick of workers that were stopped apart still counts
-        recorder.event(START)
-        recorder.event(step(0))
-        finish(recorder, run_of(recorder))
-    assert (apart.calls, recorder.history[0]["rows"]) == (["start", "step", "end"], 4)
+    run = record_all(Recorder(workers=2, callbacks=[apart]), START, step(0))  # its workers were stopped apart
+    assert (apart.calls, run.history[0]["rows"]) == (["start", "step", "end"], 4)
 
 
 def test_stop_is_the_answer_to_an_asked_event_and_after_a_step_seen_by_polling(tmp_path: Path) -> None:
@@ -134,13 +143,9 @@ def test_stop_is_the_answer_to_an_asked_event_and_after_a_step_seen_by_polling(t
         recorder.stop("callback")
         assert recorder.stopping() == "preempted"
         assert recorder.answer(ask("epoch", rows=1)) == {"stop": "preempted"}
-
-
-def test_a_reason_that_only_the_workers_know_is_written_at_the_end(tmp_path: Path) -> None:
-    with Recorder(workers=1, directory=tmp_path) as recorder:
-        recorder.event(START)
-        finish(recorder, run_of(recorder, stopped="max_seconds"))
-    assert types(tmp_path) == ["start", "stop", "end"]
+    (tmp_path / "known").mkdir()
+    record_all(Recorder(workers=1, directory=tmp_path / "known"), START, stopped="max_seconds")
+    assert types(tmp_path / "known") == ["start", "stop", "end"]  # a reason that only the workers know
 
 
 def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
@@ -163,6 +168,11 @@ def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
     assert heard.calls == ["start", "failed"]
     assert lines(tmp_path)[-1]["values"] == {"error": "RuntimeError", "message": "mine"}
 
+    heard = Heard()  # the end is told once, also when a callback fails at it
+    with pytest.raises(RuntimeError, match="and mine again"):
+        record_all(Recorder(workers=1, callbacks=[Broken(), heard]), START)
+    assert heard.calls == ["start", "end"]
+
 
 def test_what_is_no_callback_and_what_callbacks_may_not_say() -> None:
     class Chatty(Callback):
@@ -175,59 +185,39 @@ def test_what_is_no_callback_and_what_callbacks_may_not_say() -> None:
         Recorder(workers=1, callbacks=[print])
 
 
-def test_a_run_that_never_began_leaves_nothing_and_calls_nobody(tmp_path: Path) -> None:
+def test_a_run_that_never_began_leaves_nothing_and_a_full_disk_is_an_error(tmp_path: Path) -> None:
     heard = Heard()
     recorder = Recorder(workers=1, directory=tmp_path, callbacks=[heard])
     recorder.warn("of a checkpoint")
     with pytest.raises(ValueError, match="early"), recorder:
         raise ValueError("early")
     assert (bool(recorder.records), heard.calls, list(tmp_path.iterdir())) == (False, [], [])
-
-
-def test_the_end_is_told_once_also_when_a_callback_fails_at_it() -> None:
-    class Broken(Callback):
-        def on_end(self, event: Event) -> None:
-            raise RuntimeError("at the end")
-
-    heard = Heard()
-    recorder = Recorder(workers=1, callbacks=[Broken(), heard])
-    recorder.event(START)
-    with pytest.raises(RuntimeError, match="at the end"):
-        end_within(recorder)
-    assert heard.calls == ["start", "end"]
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ManyhandsError, match="No space left"), Recorder(workers=1, directory=tmp_path) as recorder:
+        recorder.event(START)
 
 
 def test_warnings_are_logged_once_written_and_summed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
-    with caplog.at_level(logging.WARNING), Recorder(workers=1, directory=tmp_path, callbacks=[heard]) as recorder:
+    recorder = Recorder(workers=1, directory=tmp_path, callbacks=[heard])
+    with caplog.at_level(logging.WARNING):
         recorder.warn("before the run")
-        recorder.event(START)
-        for _ in range(2):
-            recorder.event(Event(type="warning", rank=0, values={"message": "from a worker"}))
-        run = run_of(recorder)
-        finish(recorder, run)
+        run = record_all(recorder, START, *[Event(type="warning", rank=0, values={"message": "from a worker"})] * 2)
     assert [record.message for record in caplog.records] == ["before the run", "from a worker"]
     assert types(tmp_path) == ["warning", "start", "warning", "warning", "end"]
     assert heard.calls == ["warning", "start", "warning", "warning", "end"]
     assert run.info["warnings"] == ["before the run", "from a worker"]
-    with Recorder(workers=2) as recorder:  # of a kind once, in the words of who gave it first
-        recorder.event(START)
-        for rank in (1, 0):
-            recorder.event(Event(type="warning", rank=rank, values={"message": f"from {rank}", "kind": "staleness"}))
-        recorder.event(Event(type="warning", rank=0, values={"message": "of another kind", "kind": "other"}))
+    recorder = Recorder(workers=2)  # of a kind once, in the words of who gave it first
+    said = [("from 1", "staleness"), ("from 0", "staleness"), ("of another kind", "other")]
+    events = [Event(type="warning", rank=0, values={"message": text, "kind": kind}) for text, kind in said]
+    record(recorder, START, *events)
     assert recorder.warnings == ["from 1", "of another kind"]
 
 
 def test_the_run_is_told_its_staleness_of_earlier_launches_too(tmp_path: Path) -> None:
-    with Recorder(workers=1, directory=tmp_path) as first:
-        record(first, START, step(0, staleness=[2, 2]), step(0, tick=1, staleness=[7]))
-    second = Recorder(workers=1, directory=tmp_path)
-    second.preload(1)
-    with second:
-        second.event(Event(type="start", rank=0, tick=1))
-        second.event(step(0, tick=1, staleness=[0]))
-        run = run_of(second)
-        finish(second, run)
+    first = Recorder(workers=1, directory=tmp_path)
+    record(first, START, step(0, staleness=[2, 2]), step(0, tick=1, staleness=[7]))
+    run = record_all(resumed(tmp_path, 1), again(1), step(0, tick=1, staleness=[0]))
     assert run.staleness == {0: 1, 2: 2}
     assert run.staleness_of_workers == [{0: 1, 2: 2}]
     ended = lines(tmp_path)[-1]["values"]
@@ -239,14 +229,11 @@ def test_a_leased_epoch_that_was_interrupted_is_taken_over_slice_by_slice(tmp_pa
     slices = [(0, 0), (1, 0), (1, 1), (0, 1)]  # (index, part), in the order in which they were made
     events = [step(0, tick=i, lease=[i, part, n], parts=2, staleness=[n]) for n, (i, part) in enumerate(slices)]
     left = (0, [[2, 2], [0, 1]])  # of part 1 the first is still to do
-    with Recorder(workers=1, directory=tmp_path) as first:
-        record(first, START, *events[:3])
+    record(Recorder(workers=1, directory=tmp_path), START, *events[:3])
     for _ in range(2):
-        launch = Recorder(workers=1, directory=tmp_path)
-        launch.preload(2, left)
+        launch = resumed(tmp_path, 2, left)
         assert [row["tick"] for row in launch.history] == [1]
-        with launch:
-            record(launch, Event(type="start", rank=0, tick=2, values={"left": left}), events[3])
+        record(launch, again(2, values={"left": left}), events[3])
     assert [(row["tick"], row["rows"]) for row in launch.history] == [(1, 8), (0, 8)]
 
 
@@ -275,10 +262,8 @@ def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: 
         for tick in range(3):
             clock.now += 1.0
             first.event(step(0, tick, time_s=clock.now))
-    second = Recorder(workers=1, directory=tmp_path, clock=clock)
-    second.preload(2)
-    with second:
-        second.event(Event(type="start", rank=0, tick=2, time_s=clock.now))
+    with resumed(tmp_path, 2, clock=clock) as second:
+        second.event(again(2, time_s=clock.now))
         clock.now += 1.0
         second.event(step(0, 2, time_s=clock.now, loss=9.0))
     rows = [(row["tick"], row["loss"], row["seconds"]) for row in second.history]
@@ -288,44 +273,24 @@ def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: 
 
 def test_callbacks_get_the_runs_step_also_where_workers_go_at_their_own_pace(tmp_path: Path) -> None:
     """Each worker counts its own optimizer steps; batches are complete in any order, in any launch."""
-    slices = [
-        (0, 5, 0),
-        (1, 9, 1),
-        (0, 6, 1),
-        (1, 0, 0),
-        (0, 0, 1),
-        (1, 5, 1),
-        (0, 9, 0),
-        (1, 6, 0),
-    ]  # rank, tick, part
+    # (rank, tick, part)
+    slices = [(0, 5, 0), (1, 9, 1), (0, 6, 1), (1, 0, 0), (0, 0, 1), (1, 5, 1), (0, 9, 0), (1, 6, 0)]
     made = [
         replace(step(rank, tick, lease=[tick, part, n], parts=2), step=40 - 10 * rank + n)
         for n, (rank, tick, part) in enumerate(slices)
     ]
     heard = Heard()
-    with Recorder(workers=2, directory=tmp_path, callbacks=[heard]) as first:
-        record(first, START, *made[:6])
+    record(Recorder(workers=2, directory=tmp_path, callbacks=[heard]), START, *made[:6])
     assert [event.step for event in heard.events if event.type == "step"] == [1, 2]
-    again = Heard()
-    second = Recorder(workers=2, directory=tmp_path, callbacks=[again])
-    second.preload(10, (0, [[8, 10], [0, 0]]))
-    with second:
-        record(second, Event(type="start", rank=0, tick=10), *made[6:])
-    assert [event.step for event in again.events] == [0, 3, 4]
+    later = Heard()
+    second = resumed(tmp_path, 10, (0, [[8, 10], [0, 0]]), workers=2, callbacks=[later])
+    record(second, again(10), *made[6:])
+    assert [event.step for event in later.events] == [0, 3, 4]
     assert [row["step"] for row in second.history] == [1, 2, 3, 4]
-
-
-def test_a_launch_that_finds_no_events_goes_on_at_its_checkpoints_step(tmp_path: Path) -> None:
-    recorder = Recorder(workers=1, directory=tmp_path)
-    recorder.preload(7)
-    record(recorder, Event(type="start", rank=0, tick=7), step(0, 7))
+    (tmp_path / "other").mkdir()
+    recorder = resumed(tmp_path / "other", 7)  # it finds no events, and goes on at its checkpoint's step
+    record(recorder, again(7), step(0, 7))
     assert [row["step"] for row in recorder.history] == [8]
-
-
-def test_a_full_disk_is_an_error_that_the_user_sees(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    with pytest.raises(ManyhandsError, match="No space left"), Recorder(workers=1, directory=tmp_path) as recorder:
-        recorder.event(START)
 
 
 def test_simulated_time_is_the_workers_own(tmp_path: Path) -> None:
@@ -352,7 +317,7 @@ def test_a_first_generation_that_began_in_vain_starts_no_callback_twice() -> Non
             recorder.event(replace(step(rank), generation=1))
         assert heard.calls == ["start", "step"]
         run = run_of(recorder)
-        finish(recorder, run)
+        recorder.complete(run)
     assert run.generations == 2
 
 
@@ -394,7 +359,8 @@ def test_a_run_that_starts_again_is_one_run(checkpoint: int, tmp_path: Path) -> 
             clock.now += 1.0
             recorder.event(step(0, tick, time_s=clock.now))
         run = run_of(recorder)
-        finish(recorder, run)
+        recorder.complete(run)
+        recorder.end(run)
     calls = [(event.type, event.step if event.type == "step" else None) for event in callback.events]
     steps = [("step", number) for number in (1, 2, 3, 4, *range(1 + checkpoint, 6))]
     (restart,) = [event for event in callback.events if event.values.get("kind") == "restart"]

@@ -98,7 +98,9 @@ def test_result_json_is_valid_and_makes_the_run_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "result.json"]
 
 
-def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_leaves_the_old_one_and_a_full_disk_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result.json"
     run_of().save(path)
     before = path.read_text()
@@ -106,14 +108,13 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
         run_of(info={"bad": object()}).save(path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_full_disk_leaves_no_half_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
     monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 2 * size)
-    (tmp_path / f"result.json.{'0' * 16}.partial").symlink_to("/dev/full")
+    (full / f"result.json.{'0' * 16}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        run_of().save(tmp_path / "result.json")
-    assert list(tmp_path.iterdir()) == []
+        run_of().save(full / "result.json")
+    assert list(full.iterdir()) == []
 
 
 def test_the_summary_ends_with_the_advice_and_the_notebook_shows_it() -> None:

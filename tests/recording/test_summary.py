@@ -51,12 +51,6 @@ def test_the_whole_block() -> None:
         assert summary.bar(share) == drawn
 
 
-def test_at_the_workers_own_pace_steps_and_rounds_are_worker_0s() -> None:
-    for workers, whose in ((4, " of worker 0"), (1, "")):
-        text = summary.text(facts(info={"own_pace": True, "workers": workers}, steps=65), ADVICE)
-        assert f" 65 steps{whose} 205 rounds{whose} 12,970 rows " in " ".join(text.split())
-
-
 def test_what_is_unusual_is_said() -> None:
     info = {"stopped": "max_seconds", "warnings": ["checkpoint 3 is damaged"], "total_steps": None}
     text = summary.text(facts(info=info, rows={"total": 9, "workers": [9], "unused": 1}, generations=2), ADVICE)
@@ -68,6 +62,19 @@ def test_what_is_unusual_is_said() -> None:
     ):
         assert re.search(words, text), words
     assert "total steps not known (a stream)" in text
+    info = {"engine": "sim", "simulated": {"network": "latency=1ms", "seed": "0"}, "computed_s": 4.5}
+    lines = summary.text(facts(info=info), ADVICE).splitlines()
+    assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
+    assert any(re.match("  simulated  .*virtual.* 4.5 s$", line) for line in lines)
+    assert "             network latency=1ms   seed 0" in lines
+    for workers, whose in ((4, " of worker 0"), (1, "")):
+        text = summary.text(facts(info={"own_pace": True, "workers": workers}, steps=65), ADVICE)
+        assert f" 65 steps{whose} 205 rounds{whose} 12,970 rows " in " ".join(text.split())
+    crowded = {"host": "alpha, beta", "workers": 2, "threads": 8, "cores": 4}
+    text = summary.text(facts(info={"machines": [crowded]}), ADVICE)
+    assert "2 workers with 8 threads on 4 cores of alpha, beta" in text
+    for fine in ({"machines": [crowded | {"threads": 4}]}, {"machines": [crowded], "device": "cuda:0"}, {}):
+        assert "wait for each other" not in summary.text(facts(info=fine), ADVICE)
 
 
 def test_staleness_is_a_histogram_and_workers_are_named_where_they_differ() -> None:
@@ -80,48 +87,23 @@ def test_staleness_is_a_histogram_and_workers_are_named_where_they_differ() -> N
     assert "\n             medians by worker: 0: 0   2: 5\n" in summary.text(uneven, ADVICE)
     many = facts(staleness={0: 10, 7: 1}, staleness_of_workers=[{0: 1}] * 9 + [{7: 1}])
     assert "medians of the workers from 0 (worker 0) to 7 (worker 9)" in summary.text(many, ADVICE)
-
-
-def test_a_wide_histogram_keeps_to_the_width_of_a_bar() -> None:
     assert summary.blocks({0: 4, 1: 2, 2: 1}) == "█▄▂"
     wide = summary.blocks({0: 1, 1: 1, 999: 8})
     assert len(wide) == summary.BAR
     assert (wide[0], wide[1], wide[-1]) == ("▂", "·", "█")
 
 
-def test_lines_keep_to_100_columns_and_a_long_path_stays_whole() -> None:
+def test_lines_keep_to_100_columns_and_html_escapes_what_it_shows() -> None:
     path = Path("/".join(["folder"] * 30))
     metrics = {f"validation_metric_{i}": 0.123456 for i in range(10)}
     text = summary.text(facts(directory=path, metrics=metrics, info={"warnings": ["word " * 60]}), ADVICE)
     assert str(path) in text
     assert all(len(line) <= summary.WIDTH for line in text.splitlines() if str(path) not in line)
-
-
-def test_a_run_without_a_step_has_no_split_of_time() -> None:
     none = {"ledger": {}, "metrics": {}, "directory": None, "timing": dict.fromkeys(facts()["timing"], 0.0)}
     text = summary.text(facts(**none, info={"workers": 1}), ADVICE)
     assert "%" not in text
     assert "1 worker (engine local, cpu, 1 thread)" in text
-
-
-def test_html_escapes_what_it_shows() -> None:
     page = summary.html(facts(info={"task": "<b>mine</b>", "warnings": ["a < b"]}), ADVICE)
     assert "&lt;b&gt;mine" in page
     assert "a &lt; b" in page
     assert page.count("<tr>") == page.count("</tr>") == 11
-
-
-def test_a_simulated_run_says_so() -> None:
-    info = {"engine": "sim", "simulated": {"network": "latency=1ms", "seed": "0"}, "computed_s": 4.5}
-    lines = summary.text(facts(info=info), ADVICE).splitlines()
-    assert lines[0] == "digits: allreduce on 2 simulated workers (engine sim, cpu, 1 thread each)"
-    assert any(re.match("  simulated  .*virtual.* 4.5 s$", line) for line in lines)
-    assert "             network latency=1ms   seed 0" in lines
-
-
-def test_more_threads_than_cores_are_said_of_the_machine_that_has_them() -> None:
-    crowded = {"host": "alpha, beta", "workers": 2, "threads": 8, "cores": 4}
-    text = summary.text(facts(info={"machines": [crowded]}), ADVICE)
-    assert "2 workers with 8 threads on 4 cores of alpha, beta" in text
-    for fine in ({"machines": [crowded | {"threads": 4}]}, {"machines": [crowded], "device": "cuda:0"}, {}):
-        assert "wait for each other" not in summary.text(facts(info=fine), ADVICE)

@@ -13,16 +13,13 @@ from manyhands.errors import UnknownName
 from manyhands.tasks.digits_task import DigitsNet, digits, load, smoothed_cross_entropy, split
 
 
-def test_the_scans_are_those_of_uci():
+def test_the_scans_are_those_of_uci_and_the_split_is_fixed_and_disjoint():
     scans, targets = load()
     assert scans.shape == (1797, 1, 8, 8)
     assert scans.dtype == torch.float32
     assert (float(scans.min()), float(scans.max())) == (0.0, 1.0)
     assert targets.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert targets[:10].tolist() == list(range(10))
-
-
-def test_the_split_is_fixed_and_disjoint():
     scans, _ = load()
     parts = split()
     assert [len(targets) for _, targets in parts] == [1297, 200, 300]
@@ -32,14 +29,11 @@ def test_the_split_is_fixed_and_disjoint():
     assert fingerprint[:16] == "9d5e78bd2cc76e5d"
 
 
-def test_fields_can_be_changed_and_typos_are_named():
+def test_fields_can_be_changed_and_a_worker_can_rebuild_it():
     task = digits(batch_size=16, epochs=5)
     assert (task.name, task.batch_size, task.epochs) == ("digits", 16, 5)
     with pytest.raises(UnknownName, match="epoch"):
         digits(epoch=5)
-
-
-def test_a_worker_can_rebuild_it():
     task = pickle.loads(pickle.dumps(digits()))
     torch.manual_seed(3)
     first = task.model()

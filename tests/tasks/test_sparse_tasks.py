@@ -37,16 +37,13 @@ def test_a_task_by_its_name_learns(rows):
         assert low <= mh.train(task, strategy="solo", workers=1).metrics["validation_accuracy"] <= high, name
 
 
-def test_options_reach_the_kernel(rows):
+def test_options_reach_the_kernel_and_validation_rows_may_have_more_features(rows):
     task = task_of(f"linear:path={rows}/train.svm,loss=hinge,ridge=0.1,bias=false,merge_every=7,rate_decay=0.9")
     kernel = task.kernel
     assert (kernel.loss, kernel.ridge, kernel.bias, kernel.merge_every) == ("hinge", 0.1, False, 7)
     assert (task.rate, task.rate_decay, task.batch_size_per_worker) == (0.1, 0.9, 900 // 16)
     assert kernel.degrees.sum() == 1800
     assert task_of(f"ffm:path={rows}/train.ffm,field_count=9,features=50").kernel.fields == 9
-
-
-def test_validation_rows_may_have_more_features(rows):
     (rows / "valid.svm").write_text("1 12:1\n")
     task = task_of(f"linear:path={rows}/train.svm,validation_path={rows}/valid.svm,ridge=0.5")
     assert task.kernel.features == 12

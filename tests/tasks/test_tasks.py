@@ -41,11 +41,8 @@ def test_each_name_makes_a_task_of_that_name_with_options_from_text(name, tmp_pa
     assert tasks.SUMMARIES[name]
 
 
-def test_an_unknown_task_is_named():
+def test_an_unknown_task_is_named_and_listing_tasks_loads_no_torch():
     with pytest.raises(AttributeError, match="digits, chars"):
         _ = tasks.mnist
-
-
-def test_listing_tasks_loads_no_torch():
     code = "import sys; from manyhands import tasks; assert set(tasks.CATALOGUE) <= set(dir(tasks)); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

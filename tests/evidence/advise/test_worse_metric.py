@@ -66,13 +66,10 @@ def test_each_cause_at_its_threshold_and_none_is_made_up() -> None:
     assert cause("agn:window=1") is None
 
 
-def test_a_late_rate_is_lowered_by_whichever_asks_for_more() -> None:
+def test_a_late_rate_is_lowered_by_whichever_asks_for_more_and_sure_causes_go_first() -> None:
     late = cause("downpour", effective_rate=0.4, staleness={3: 9})
     assert late.numbers["rate"] == pytest.approx(0.1 * limit(3) / 2)
     assert cause("downpour", effective_rate=0.4).numbers["rate"] == pytest.approx(0.1 / 4)
-
-
-def test_a_sure_cause_goes_before_one_that_may_be() -> None:
     everything: dict[str, Any] = {"staleness": {3: 9}, "period": 50.0, "strategy": "downpour:compress=onebit"}
     changes: tuple[dict[str, Any], ...] = ({"unused": 0.5}, {"batch_size": 256}, {"effective_rate": 0.4}, {})
     order = [cause(**{**everything, **change}).kind for change in (*changes, {"staleness": {}})]

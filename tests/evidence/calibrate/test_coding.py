@@ -1,5 +1,7 @@
 """The simulator's constants of codecs, from measured settings; and the stopwatch that measures them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,6 +55,8 @@ class Clock:
 
 def test_the_group_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made; JSON from, to; all_gather from, to; decoded; stopped."""
+    many = _EchoGroup(Worker(rank=40, size=64))  # some payloads are enough
+    assert len(many.all_gather(torch.ones(3))) == 4
     monkeypatch.setattr(coding, "time", Clock(0.0, 1.0, 100.0, 2.0, 100.0, 12.0, 4.0))
     group = _EchoGroup(Worker(rank=1, size=3))
     vector, codec = torch.tensor([1.0, -2.0, 3.0, -4.0] * 4), codec_of("onebit")
@@ -63,8 +67,6 @@ def test_the_group_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group.encode_s == 1.0 + 2.0 + 4.0
     assert group.decode_s == 12.0 / 3
     torch.testing.assert_close(vector, 2.5 * torch.tensor([1.0, -1.0, 1.0, -1.0] * 4))
-    many = _EchoGroup(Worker(rank=40, size=64))  # some payloads are enough
-    assert len(many.all_gather(torch.ones(3))) == 4
 
 
 def test_each_setting_has_its_turn_on_the_whole_vector() -> None:
@@ -84,20 +86,16 @@ def test_each_setting_has_its_turn_on_the_whole_vector() -> None:
 
 
 def test_workers_train_as_if_there_were_no_codecs() -> None:
-    """With the bits of models that never talk: same gradients, same draws, the same end. A setting's first tick is left out."""
-    steps = 3 * len(SETTINGS)
-    ours, alone = (
-        {
-            (event.rank, event.tick): (event.values["loss"], event.values["rows"])
-            for event in observe(PLACE, task(), one, steps)
-        }
-        for one in (_CodecTiming(ticks=3), Ensemble())
-    )
-    assert ours == alone
-    assert len(ours) == 2 * steps
-    events = observe(PLACE, task(), _CodecTiming(ticks=3), steps, event_type="codec")
+    """With the bits of models that never talk: same gradients, same draws, the same end."""
+    steps = 2 * len(SETTINGS)
+
+    def seen(program: Any, kind: str, *names: str) -> list[tuple[Any, ...]]:
+        events = observe(PLACE, task(), program, steps, event_type=kind)
+        return sorted((event.tick, event.rank, *(event.values[name] for name in names)) for event in events)
+
+    ours, alone = (seen(one, "step", "loss", "rows") for one in (_CodecTiming(ticks=2), Ensemble()))
+    assert (ours, len(ours)) == (alone, 2 * steps)
     turns = [
-        (text, tick, rank) for i, text in enumerate(SETTINGS) for tick in (3 * i + 1, 3 * i + 2) for rank in (0, 1)
-    ]
-    assert sorted((event.tick, event.rank) for event in events) == [(tick, rank) for _, tick, rank in turns]
-    assert [event.values["codec"] for event in events] == [text for text, _, _ in turns]
+        (2 * i + 1, rank, text) for i, text in enumerate(SETTINGS) for rank in (0, 1)
+    ]  # not at the first tick of each
+    assert seen(_CodecTiming(ticks=2), "codec", "codec") == turns

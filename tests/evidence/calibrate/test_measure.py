@@ -49,13 +49,10 @@ def test_a_network_is_found_again_from_its_own_costs() -> None:
     assert bandwidth_of(found) == float("inf")
 
 
-def test_a_call_lasts_from_the_last_arrival_to_the_last_end() -> None:
+def test_a_call_lasts_from_the_last_arrival_to_the_last_end_and_sizes_hold_the_models_own() -> None:
     first = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(1.0, 5.0), (1.0, 6.0), (1.0, 5.0)])]
     second = [("mean", 8, ITEM, [(0.0, 9.0)] * 4 + [(3.0, 4.0), (3.0, 4.0), (2.0, 7.0)])]
     assert timed_collectives([first, second]) == [TimedCollective("mean", 8, ITEM, 3.0)]
-
-
-def test_sizes_hold_the_models_own_and_large_ones_for_small_models() -> None:
     assert sizes_of(1_000_000, ITEM) == [1024, 8192, 65536, 524288, 1_000_000]
     assert sizes_of(96, ITEM)[0] == 96
     assert sizes_of(96, ITEM)[-1] * ITEM == LEAST_LARGEST

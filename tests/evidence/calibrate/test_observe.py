@@ -23,15 +23,13 @@ def test_a_workers_tick_is_between_two_events_without_its_wait() -> None:
     ends = [sum(seconds[: n + 1]) for n in range(len(seconds))]
     events = [step(tick, ends[tick + 1], wait_s=0.25) for tick in range(len(seconds) - 1)]
     assert tick_seconds(events) == {4: pytest.approx([second - 0.25 for second in seconds[WARM + 2 : -1]])}
-
-
-def test_ticks_are_sorted_by_their_rows_and_empty_ones_and_epochs_ends_left_out() -> None:
     events = [
         step(tick, float(tick), rank, rows=rank * 3, epoch=tick // (WARM + 3))
         for tick in range(WARM + 6)
         for rank in (0, 1)
     ]
     assert tick_seconds(events) == {3: [1.0, 1.0]}
+    assert merged([{4: [1.0], 2: [0.5]}, {4: [3.0]}]) == {4: [[1.0], [3.0]], 2: [[0.5]]}
 
 
 def test_a_turn_is_the_mean_of_the_ticks_that_most_are_like() -> None:
@@ -41,10 +39,6 @@ def test_a_turn_is_the_mean_of_the_ticks_that_most_are_like() -> None:
     found = tick_time(events)
     assert (found.seconds, found.input_s, found.leased) == (pytest.approx(2.0), pytest.approx(0.5), False)
     assert tick_time([*events, step(WARM + 8, 99.0, input_s=0.5, lease=[0, 0, 0])]).leased
-
-
-def test_merged_keeps_runs_apart() -> None:
-    assert merged([{4: [1.0], 2: [0.5]}, {4: [3.0]}]) == {4: [[1.0], [3.0]], 2: [[0.5]]}
 
 
 def test_a_block_is_whole_rounds() -> None:
@@ -71,9 +65,6 @@ def test_blocks_are_of_global_batches_and_end_with_the_slowest_part() -> None:
             for rank in (first, second)
         ]
         assert blocks(events, 2, every=8) == pytest.approx([(16 - 1) / 8, 2.0])
-
-
-def test_the_last_report_which_comes_early_does_not_count() -> None:
     events = [step(tick, float(tick)) for tick in range(WARM + 16)]
     early = step(len(events), events[-1].time_s)
     assert blocks([*events, early], 1, every=8) == pytest.approx([1.0])

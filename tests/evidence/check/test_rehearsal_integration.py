@@ -10,8 +10,7 @@ from typer.testing import CliRunner, Result
 from manyhands.cli.commands import app
 from manyhands.evidence.check.rehearsal import LIMIT, Rehearsed, rehearse
 
-SCRIPTS = Path(__file__).parents[2] / "own_loop" / "observed" / "scripts"
-MIXING = SCRIPTS / "mixing.py"
+MIXING = Path(__file__).with_name("mixing.py")
 
 
 def rehearsed(loss: str, steps: int = 5, workers: int = 2) -> Rehearsed:
@@ -35,6 +34,7 @@ def test_differences_are_told_and_what_makes_them() -> None:
     assert "The first operation whose rows differ is sub" in normalized
     assert "mixing.py:17" in normalized
     assert rehearsed("mean", steps=1000).steps == 14  # a script with fewer steps ends well
+    assert not rehearsed("sum", workers=3).difference
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ class Counting:
         yield 1
 
 
-def test_functions_methods_and_what_wraps_them() -> None:
+def test_functions_methods_what_wraps_them_and_the_line_that_changes_the_object() -> None:
     line = line_of("make")
     for given in (make, functools.partial(make, 3), functools.partial(functools.partial(make))):
         found = source_locations.of_function(given)
@@ -89,21 +89,23 @@ def test_functions_methods_and_what_wraps_them() -> None:
         assert source_locations.of_function(library) is None
     method = source_locations.of_method(Counting(), "__len__", "__iter__")
     assert method == SourceLocation(HERE, line_of("iteration"), "Counting.__iter__")
-
-
-def test_the_line_that_changes_the_object() -> None:
     assert source_locations.of_change(Counting(), "__getitem__").line == line_of("counted")
     assert source_locations.of_change(Counting(), "__iter__").line == line_of("iteration")
     assert source_locations.of_change(3, "__getitem__") is None
 
 
-def test_a_file_that_is_no_python_has_no_lines(tmp_path: Path) -> None:
+def test_a_file_that_is_no_python_has_no_lines_and_places_are_shown_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cell.py"
     path.write_text("%magic\ndef make(): return nn.Dropout()\n")
     namespace: dict[str, object] = {"nn": nn}
     exec(compile("\ndef make(): return nn.Dropout()\n", str(path), "exec"), namespace)
     assert source_locations._made_in(namespace["make"], "", "Dropout", 0) is None
     assert source_locations.of_function(namespace["make"]).line == 2
+    monkeypatch.chdir(tmp_path)
+    assert str(SourceLocation(str(tmp_path / "net.py"), 3, "norm")) == "net.py:3 (norm)"
+    assert str(SourceLocation("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3"
 
 
 def test_lines_of_errors_here_and_in_the_text_of_other_processes() -> None:
@@ -116,9 +118,3 @@ def test_lines_of_errors_here_and_in_the_text_of_other_processes() -> None:
     text = f'File "{HERE}", line 3, in f\n  File "{torch.__file__}", line 9, in g\n'
     assert source_locations.in_text(text) == SourceLocation(HERE, 3)
     assert source_locations.in_text("nothing") is None
-
-
-def test_places_are_shown_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert str(SourceLocation(str(tmp_path / "net.py"), 3, "norm")) == "net.py:3 (norm)"
-    assert str(SourceLocation("/elsewhere/net.py", 3)) == "/elsewhere/net.py:3"

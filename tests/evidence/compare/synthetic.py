@@ -68,6 +68,16 @@ def comparison(
     return replace(made, **changes)
 
 
+def changed(made: Comparison, name: str, **changes: Any) -> Comparison:
+    """With other fields in all trials of a variant; a list has a value for each repeat."""
+
+    def of(repeat: int) -> dict[str, Any]:
+        return {field: value[repeat] if isinstance(value, list) else value for field, value in changes.items()}
+
+    trials = tuple(replace(one, **of(one.repeat)) if one.variant == name else one for one in made.trials)
+    return replace(made, trials=trials)
+
+
 def hostile(text: str = HOSTILE) -> Comparison:
     """Every string that a user, a task or an error may choose is `text`."""
     made = comparison(("allreduce", text), (2,), fails=(f"{text} on 2",), verdict=f"The verdict of {text}.", task=text)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from synthetic import comparison
+from synthetic import changed, comparison
 
 from manyhands.evidence.compare import bars, drawing
 from manyhands.evidence.compare.comparison import Comparison
@@ -13,11 +13,6 @@ from manyhands.evidence.compare.comparison import Comparison
 def drawn(draw: Any, made: Comparison) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     found = draw(made).to_plotly_json()
     return found["data"], found["layout"]
-
-
-def changed(made: Comparison, name: str, **changes: object) -> Comparison:
-    trials = tuple(replace(one, **changes) if one.variant == name else one for one in made.trials)  # type: ignore[arg-type]
-    return replace(made, trials=trials)
 
 
 def times(**parts: float) -> dict[str, float]:
@@ -31,11 +26,8 @@ def labels(layout: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_times_are_shares_of_each_worker_stacked_from_compute_to_wait() -> None:
-    made = changed(
-        comparison(("allreduce",), (2,)),
-        "allreduce on 2",
-        timing=(times(compute=3.0, wait=1.0), times(compute=1.0, exchange=2.0, input=1.0)),
-    )
+    both = times(compute=3.0, wait=1.0), times(compute=1.0, exchange=2.0, input=1.0)
+    made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", timing=both)
     traces, layout = drawn(bars.time_split, made)
     assert [trace["name"] for trace in traces] == ["compute", "input", "exchange", "wait"]
     of_two = {trace["name"]: list(trace["x"])[-2:] for trace in traces}
@@ -68,16 +60,13 @@ def test_sixty_four_workers_fit_into_a_chart_and_what_is_not_known_is_none() -> 
     assert bars.staleness(made) is None  # without a server there is none
 
 
-def test_bytes_are_bars_with_their_size_beside_the_name() -> None:
+def test_bytes_and_the_largest_workers_memory_are_bars_with_their_size_beside_the_name() -> None:
     made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", bytes=61_200_000)
     traces, layout = drawn(bars.bytes_sent, made)
     assert list(traces[0]["x"]) == [0, 0, 61_200_000]
     assert labels(layout) == [("solo, 1 thread", "0 B"), ("solo, 4 threads", "0 B"), ("allreduce on 2", "61.2 MB")]
     assert list(traces[0]["marker"]["color"]) == [one.colour for one in drawing.styles_of(made).values()]
     assert bars.bytes_sent(comparison((), ())) is None
-
-
-def test_memory_is_the_largest_workers_and_says_how_many_there_are() -> None:
     made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", memory=(100_000_000, 300_000_000))
     made = changed(made, "solo, 1 thread", memory=())
     traces, layout = drawn(bars.memory, made)
@@ -86,7 +75,7 @@ def test_memory_is_the_largest_workers_and_says_how_many_there_are() -> None:
     assert [name for name, _ in labels(layout)] == ["solo, 4 threads", "allreduce on 2"]
 
 
-def test_staleness_is_in_shares_a_row_for_each_variant_that_has_any() -> None:
+def test_staleness_is_in_shares_a_row_for_each_variant_that_has_any_and_a_long_tail_is_binned() -> None:
     made = comparison(("allreduce", "downpour", "dynsgd"), (2,))
     made = changed(made, "downpour on 2", staleness={0: 3, 2: 1})
     made = changed(made, "dynsgd on 2", staleness={1: 5})
@@ -97,9 +86,6 @@ def test_staleness_is_in_shares_a_row_for_each_variant_that_has_any() -> None:
     assert 0 <= under < over < low < high <= 1
     assert layout["xaxis"]["anchor"] == "y2"  # below the last
     assert list(layout["yaxis"]["range"]) == list(layout["yaxis2"]["range"]) == [0, 1.0]
-
-
-def test_a_long_tail_of_staleness_is_binned() -> None:
     made = changed(comparison(("downpour",), (2,)), "downpour on 2", staleness={0: 1, 1: 1, 399: 2})
     traces, _ = drawn(bars.staleness, made)
     assert traces[0]["width"] == pytest.approx(9)

@@ -230,13 +230,18 @@ def test_what_cannot_be_ends_in_the_warm_up_or_after_it() -> None:
 # -- other tasks -----------------------------------------------------------------------------------------------------
 
 
-def test_without_any_rows_to_validate_on_training_rows_judge() -> None:
+def test_without_rows_to_validate_on_training_rows_judge_and_a_batch_per_worker_makes_fewer_steps() -> None:
     found = compare(tiny(validation_data=None, test_data=None), strategies=["allreduce"], engine=SIM, repeats=1)
     assert (found.metric, found.higher) == ("train_accuracy", True)
     trial = found.of("allreduce on 2")[0]
     assert trial.curve == ()
     assert trial.agreement == 1.0
     assert set(trial.metrics) == {"train_loss", "train_accuracy"}
+    task = tiny(batch_size=None, batch_size_per_worker=12)
+    found = compare(task, strategies=["allreduce"], engine=SIM, repeats=1, validations=5)
+    own, solo = found.of("allreduce on 2")[0], found.of("solo")[0]
+    assert (own.rows, solo.rows, own.ticks, solo.ticks) == (ROWS, ROWS, 10, 20)
+    assert [point.rows for point in own.curve] == [point.rows for point in solo.curve] == [48, 96, 144, 192, 240]
 
 
 def test_a_stream_is_validated_at_its_epochs_ends() -> None:
@@ -250,14 +255,6 @@ def test_a_stream_is_validated_at_its_epochs_ends() -> None:
     for trial in found.trials:
         assert trial.rows == 96
         assert [point.rows for point in trial.curve] == [48, 96]
-
-
-def test_a_batch_per_worker_makes_fewer_steps_of_the_same_rows() -> None:
-    task = tiny(batch_size=None, batch_size_per_worker=12)
-    found = compare(task, strategies=["allreduce"], engine=SIM, repeats=1, validations=5)
-    own, solo = found.of("allreduce on 2")[0], found.of("solo")[0]
-    assert (own.rows, solo.rows, own.ticks, solo.ticks) == (ROWS, ROWS, 10, 20)
-    assert [point.rows for point in own.curve] == [point.rows for point in solo.curve] == [48, 96, 144, 192, 240]
 
 
 def test_the_default_leaves_out_what_this_engine_cannot() -> None:

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import replace
 
-from synthetic import comparison
+from synthetic import changed, comparison
 
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
 from manyhands.evidence.compare.table import NOTHING, TableCell, columns, interval
@@ -15,20 +15,8 @@ def cell(made: Comparison, group: str, label: str, name: str) -> TableCell:
     return found.cell(made.variant(name))
 
 
-def changed(made: Comparison, name: str, **changes: object) -> Comparison:
-    """With other numbers in all trials of a variant."""
-    trials = tuple(replace(one, **changes) if one.variant == name else one for one in made.trials)
-    return replace(made, trials=trials)
-
-
-def numbers(made: Comparison, name: str, of: str, *values: object) -> Comparison:
-    """With these values of one field in a variant's repeats."""
-    trials = tuple(replace(one, **{of: values[one.repeat]}) if one.variant == name else one for one in made.trials)
-    return replace(made, trials=trials)
-
-
 def test_a_rate_says_mean_spread_interval_and_verdict() -> None:
-    made = numbers(comparison(), "allreduce on 4", "rows_per_s", 16000.0, 16000.0, 14000.0)
+    made = changed(comparison(), "allreduce on 4", rows_per_s=[16000.0, 16000.0, 14000.0])
     found = cell(made, "Speed", "rows/s", "allreduce on 4")
     assert found.text == "15,303"  # the geometric mean
     assert found.lines == ("14,000–16,000", "1.61× [1.52, 1.70]")
@@ -51,10 +39,10 @@ def test_speed_up_is_against_both_solos_and_efficiency_against_one_thread() -> N
 
 
 def test_a_target_is_reached_or_not_or_in_some_repeats() -> None:
-    made = numbers(comparison(), "allreduce on 4", "target_seconds", 1.0, 4.0, 2.0)
+    made = changed(comparison(), "allreduce on 4", target_seconds=[1.0, 4.0, 2.0])
     found = cell(made, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
     assert (found.text, found.lines[0], found.mark) == ("2.00 s", "1.00–4.00 s", "better")
-    some = numbers(made, "allreduce on 4", "target_seconds", 1.0, None, None)
+    some = changed(made, "allreduce on 4", target_seconds=[1.0, None, None])
     found = cell(some, "Until test_accuracy ≥ 0.95", "time", "allreduce on 4")
     assert (found.text, found.lines, found.mark) == ("1.00 s", ("2 never",), "")
     never = changed(made, "allreduce on 4", target_seconds=None)
@@ -68,7 +56,7 @@ def test_what_is_not_finite_and_what_is_no_distance() -> None:
     made, group, name = comparison(), "Against solo, 4 threads", "allreduce on 4"
     nan = {"train_accuracy": math.nan, "test_accuracy": math.nan}
     given = [one.metrics for one in made.of(name)]
-    some = numbers(made, name, "metrics", nan, *given[1:])
+    some = changed(made, name, metrics=[nan, *given[1:]])
     assert "1 not finite" in cell(some, "At the end", "test_accuracy", name).lines
     assert cell(changed(made, name, metrics=nan), "At the end", "test_accuracy", name).text == NOTHING
     made = changed(made, "solo, 4 threads", distance=0.0)
@@ -78,7 +66,7 @@ def test_what_is_not_finite_and_what_is_no_distance() -> None:
 
 
 def test_costs_and_rows_without_effect() -> None:
-    made = numbers(comparison(), "downpour:push_every=4 on 2", "unused", 10, 30, 20)
+    made = changed(comparison(), "downpour:push_every=4 on 2", unused=[10, 30, 20])
     made = changed(made, "downpour:push_every=4 on 2", memory=(100_000_000, 300_000_000), bytes=61_200_000, seconds=2.0)
     name = "downpour:push_every=4 on 2"
     assert cell(made, "Cost and rate", "unused rows", name) == TableCell(text="20", between="10–30")
@@ -94,7 +82,7 @@ def test_costs_and_rows_without_effect() -> None:
 
 def test_what_was_read_of_files_and_the_wait_for_it_where_it_was_counted() -> None:
     name = "allreduce on 2"
-    made = numbers(comparison(), name, "input", *({"bytes": many, "reads": 9} for many in (2e6, 4e6, 6e6)))
+    made = changed(comparison(), name, input=[*({"bytes": many, "reads": 9} for many in (2e6, 4e6, 6e6))])
     made = changed(made, name, timing=({"input": 1.0, "compute": 2.0}, {"input": 2.0, "compute": 3.0}))
     assert cell(made, "Cost and rate", "read", name) == TableCell(text="4.0 MB", between="2.0–6.0 MB")
     assert cell(made, "Cost and rate", "waiting for input", name).text == "38 %"

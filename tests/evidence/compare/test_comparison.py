@@ -28,7 +28,7 @@ def one(**changes: object) -> Comparison:
     return made.__class__(**{**vars(made), "trials": trials, **changes})
 
 
-def test_a_comparison_comes_back_as_it_was() -> None:
+def test_a_comparison_comes_back_as_it_was_from_a_file_too(tmp_path: Path) -> None:
     made = one()
     text = made.to_json()
     assert "\n" not in text
@@ -38,6 +38,8 @@ def test_a_comparison_comes_back_as_it_was() -> None:
     assert [advice.text for advice in back.advice] == [advice.text for advice in made.advice]
     assert back.to_json() == text
     assert (back.target, back.shapes, back.verdict) == (AIM, ((2, 3), (3,)), made.verdict)
+    (tmp_path / "report.json").write_text(one().to_json())
+    assert load(tmp_path).to_json() == load(tmp_path / "report.json").to_json() == one().to_json()
 
 
 def test_what_no_comparison_wrote_is_refused() -> None:
@@ -47,11 +49,6 @@ def test_what_no_comparison_wrote_is_refused() -> None:
             Comparison.from_json(text)
     with pytest.raises(BadInput, match="another version of manyhands wrote it"):
         Comparison.from_json(json.dumps({**json.loads(one().to_json()), "surprise": 1}))
-
-
-def test_it_is_loaded_from_a_file_or_its_directory(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(one().to_json())
-    assert load(tmp_path).to_json() == load(tmp_path / "report.json").to_json() == one().to_json()
 
 
 def test_what_is_asked_of_it() -> None:

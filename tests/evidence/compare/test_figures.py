@@ -85,16 +85,13 @@ def test_bands_go_from_the_least_to_the_most_and_back_below_all_lines() -> None:
     assert not [trace for trace in drawn(metric_over_rows, two(once))[0] if trace.get("fill")]
 
 
-def test_what_is_not_finite_is_a_gap() -> None:
+def test_what_is_not_finite_is_a_gap_and_the_target_a_line_where_its_metric_is_drawn() -> None:
     gaps = dict(CURVES) | {"allreduce on 2": [[(10, 0.5, math.nan, None), (20, 1.0, 0.5, None)]]}
     found = lines(drawn(metric_over_rows, two(gaps))[0])["allreduce on 2"]
     assert list(found["y"]) == [None, 0.5]
     assert "not finite" in found["hovertext"][0]
     never = {name: [[(10, 1.0, math.nan, None)]] for name in CURVES}
     assert metric_over_rows(two(never)) is None
-
-
-def test_the_target_is_a_line_where_its_metric_is_drawn() -> None:
     aim = Target(metric="test_accuracy", value=0.5, higher=True)
     _, layout = drawn(metric_over_time, two(CURVES, target=aim))
     assert [(shape["y0"], shape["y1"]) for shape in layout["shapes"]] == [(0.5, 0.5)]
@@ -144,6 +141,10 @@ def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() ->
     assert traces[1]["line"]["color"] == drawing.styles_of(made)["allreduce on 2"].colour
     assert layout["annotations"][0]["text"] == "solo, 4 threads"
     assert 2 < layout["shapes"][0]["y0"] < 3
+    made = comparison()
+    failed = tuple(replace(one, failure="broken") if one.variant == "solo, 1 thread" else one for one in made.trials)
+    assert figures.speed_up(replace(made, trials=failed)) is None
+    assert figures.speed_up(replace(made, variants=tuple(one for one in made.variants if one.solo))) is None
 
 
 def test_the_ideal_counts_threads_of_workers_and_is_of_those_with_most() -> None:
@@ -178,13 +179,6 @@ def test_many_workers_are_on_logarithmic_axes_and_few_of_many_variants_are_drawn
     assert layout["annotations"][0]["y"] < 1  # the level of solo, as an exponent
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
     assert len(lines(drawn(metric_over_time, made)[0])) == measures.MOST_DRAWN
-
-
-def test_without_solos_rate_there_is_no_speed_up() -> None:
-    made = comparison()
-    failed = tuple(replace(one, failure="broken") if one.variant == "solo, 1 thread" else one for one in made.trials)
-    assert figures.speed_up(replace(made, trials=failed)) is None
-    assert figures.speed_up(replace(made, variants=tuple(one for one in made.variants if one.solo))) is None
 
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)

@@ -51,15 +51,12 @@ def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
     assert final.metrics["accuracy"] == pytest.approx(0.5)
 
 
-def test_a_shuffling_loader_gives_the_same_rows_each_time_and_leaves_the_random_state_alone() -> None:
+def test_rows_are_the_same_each_time_and_classes_found_on_whichever_axis_they_are() -> None:
     data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
     before = torch.get_rng_state()
     first, second = (evaluate_final(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
     assert torch.equal(first.predictions.values, second.predictions.values)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_classes_are_found_on_whichever_axis_they_are() -> None:
     positions = torch.randn(20, 6, 5), torch.randint(5, (20, 6))  # a language model: [rows, positions, classes]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -100,16 +97,13 @@ def test_outputs_that_are_no_classes_are_kept_as_they_are() -> None:
     assert torch.equal(final.predictions.values, one_number[0].reshape(-1))
 
 
-def test_a_model_whose_outputs_have_no_rows_predicts_nothing() -> None:
+def test_so_many_numbers_are_kept_and_no_more_and_none_of_outputs_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Whole(Fixed):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).mean()
 
     own = task(train_data=torch.randn(10, 2)).with_fields(loss=lambda model, batch: model(batch), evaluate=None)
     assert evaluate_final(own, Whole(), torch.randn(10, 2), CPU).predictions is None
-
-
-def test_so_many_numbers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NUMBERS > 1000
     monkeypatch.setattr("manyhands.evidence.compare.final_evaluation.NUMBERS", 700)
     model, data = Fixed(), (torch.randn(2000, 1), torch.zeros(2000, 1))

@@ -97,14 +97,11 @@ def test_speed_up_is_against_solo_with_one_thread_and_with_all_repeat_by_repeat(
         assert speed_ups(found(lacking, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
 
 
-def test_the_margin_of_a_metric_is_a_share_of_the_references_mean() -> None:
+def test_the_margin_of_a_metric_and_the_variant_of_solo_that_is_to_beat() -> None:
     metrics = {"solo": [0.5, 0.9, 1.0], "allreduce on 2": [0.5, 0.9, 1.0]}
     comparison = found({"solo": [10.0] * 3, "allreduce on 2": [10.0] * 3}, metrics)
     difference = comparison.difference("allreduce on 2", "test_accuracy")
     assert (difference.margin, difference.outcome) == (pytest.approx(0.008), "same")
-
-
-def test_the_better_of_solos_variants_is_the_one_to_beat() -> None:
     for rate, best in ((90.0, "solo, 2 threads"), (103.0, "solo, 2 threads"), (120.0, "solo, 1 thread")):
         made = found({"solo, 1 thread": [rate] * 3, "solo, 2 threads": [100.0] * 3})
         assert measures.better_solo(made) == best, rate
@@ -138,10 +135,17 @@ def test_a_course_pairs_the_validations_of_repeats() -> None:
     assert measures.course(found, "a", lambda point: point.distance) is None
 
 
-def test_middles_leave_out_who_lacks_a_repeat() -> None:
+def test_numbers_over_repeats() -> None:
     found = of_trials(trial("a", 0, bytes=1), trial("a", 1, bytes=3), trial("b", 0, target_seconds=1.0), trial("b", 1))
     assert measures.middles(found, "bytes") == {"a": 2, "b": 0}
     assert measures.middles(found, "target_seconds") == {}
+    rates = {"solo": (100.0, 200.0), "a": (200.0, 1600.0)}
+    trials = [trial(name, i, rows_per_s=rate) for name, both in rates.items() for i, rate in enumerate(both)]
+    found = of_trials(*trials, repeats=2)
+    assert measures.speed_up(found, "a", "solo") == Mean(middle=pytest.approx(4.0), low=2.0, high=8.0)
+    assert measures.speed_up(replace(found, trials=found.trials[2:]), "a", "solo") is None
+    found = of_trials(trial("a", 0, staleness={3: 1, 0: 2}), trial("a", 1, staleness={3: 4, 7: 0}))
+    assert list(measures.staleness(found, "a").items()) == [(0, 2), (3, 5)]
 
 
 def test_metrics_that_are_drawn_and_those_at_the_end() -> None:
@@ -159,14 +163,6 @@ def test_metrics_that_are_drawn_and_those_at_the_end() -> None:
     assert measures.final_metrics(judged) == ("validation_loss", "train_loss", "test_loss")
 
 
-def test_a_speed_up_is_of_the_means_and_lies_between_those_of_the_repeats() -> None:
-    rates = {"solo": (100.0, 200.0), "a": (200.0, 1600.0)}
-    trials = [trial(name, i, rows_per_s=rate) for name, both in rates.items() for i, rate in enumerate(both)]
-    found = of_trials(*trials, repeats=2)
-    assert measures.speed_up(found, "a", "solo") == Mean(middle=pytest.approx(4.0), low=2.0, high=8.0)
-    assert measures.speed_up(replace(found, trials=found.trials[2:]), "a", "solo") is None
-
-
 def test_times_are_means_by_worker_and_shares_are_of_all() -> None:
     def times(compute: float, wait: float) -> dict[str, float]:
         return {"input": 0.0, "compute": compute, "exchange": 1.0, "wait": wait}
@@ -181,11 +177,6 @@ def test_times_are_means_by_worker_and_shares_are_of_all() -> None:
         {"input": 0, "compute": 5 / 8, "exchange": 2 / 8, "wait": 1 / 8}
     )
     assert measures.shares_of_time(found, "b") == {}
-
-
-def test_staleness_adds_up_over_repeats() -> None:
-    found = of_trials(trial("a", 0, staleness={3: 1, 0: 2}), trial("a", 1, staleness={3: 4, 7: 0}))
-    assert list(measures.staleness(found, "a").items()) == [(0, 2), (3, 5)]
 
 
 def test_drawn_are_solo_and_the_best_in_their_order() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 import pytest
 from by_numbers import SOLOS, Numbers, found
@@ -66,21 +65,6 @@ def test_verdict_and_advice_never_contradict_each_other(made: Comparison) -> Non
     if made.best is not None and made.target is None and f"{made.best}, " in made.verdict:
         ratios = [measures.speed_up(made, made.best, solo) for solo in SOLOS]  # the better of solo's decides
         assert [one for one in ratios if one is not None and f"{one.middle:.2f}×" in made.verdict]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(comparisons())
-def test_a_ratio_is_the_ratio_of_the_numbers_in_the_table(made: Comparison) -> None:
-    means = {
-        one.name: math.exp(fmean(math.log(trial.rows_per_s) for trial in made.of(one.name)))
-        for one in made.variants
-        if made.of(one.name)
-    }
-    for name in made.differences:
-        difference = made.difference(name, "rows_per_s")
-        assert difference.middle == pytest.approx(means[name] / means[made.reference])
-        assert measures.speed_up(made, name, made.reference).middle == pytest.approx(difference.middle)
-        assert measures.middle(made, name, "rows_per_s") == pytest.approx(means[name])
 
 
 def test_a_slow_variant_beside_a_reference_that_varies_says_one_thing_everywhere() -> None:

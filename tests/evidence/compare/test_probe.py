@@ -87,7 +87,7 @@ def test_it_is_told_once_for_each_set_of_weights() -> None:
     assert [len(probe(model, batch)) for _ in range(2)] == [1 + BUCKETS + 1, 1]
 
 
-def test_frozen_weights_are_not_told_and_ensembles_tell_nothing() -> None:
+def test_frozen_weights_are_not_told_nor_those_of_ensembles_and_a_task_needs_no_evaluate() -> None:
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     with torch.no_grad():
@@ -95,9 +95,6 @@ def test_frozen_weights_are_not_told_and_ensembles_tell_nothing() -> None:
     back = taken({name: float(value[0]) for name, value in metrics.items()}, "")  # type: ignore[index]
     assert back.distance(sketch([model.weight])) == 0
     assert list(Probe(evaluate)(AveragedOutputs([model]), torch.ones(3, 2))) == ["loss"]
-
-
-def test_a_task_is_probed_without_an_evaluate_too_and_goes_to_other_processes() -> None:
     task = mh.Task(model=nn.Linear(2, 1), loss=_loss, optimizer=_optimizer, train_data=torch.ones(4, 2))
     metrics = probed(task).metrics(task.model, torch.ones(4, 2))  # type: ignore[arg-type]
     assert len(metrics) == 1 + BUCKETS + 1

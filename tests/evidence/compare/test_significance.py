@@ -24,7 +24,7 @@ from manyhands.evidence.compare.significance import (
 TIMES = {"of": "seconds", "margin": 0.05, "higher": False}
 
 
-def test_students_distribution_as_in_tables_and_in_closed_form() -> None:
+def test_students_distribution_and_interval_as_in_tables_and_in_closed_form() -> None:
     for freedom, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (120, 1.980)):
         assert t_quantile(freedom) == pytest.approx(t, abs=6e-4), freedom
     for t in (0.0, 0.3, 1.0, 7.0):
@@ -32,25 +32,19 @@ def test_students_distribution_as_in_tables_and_in_closed_form() -> None:
         assert t_within(t, 2) == pytest.approx(t / math.sqrt(2 + t * t))
         angle = math.atan(t / math.sqrt(3))
         assert t_within(t, 3) == pytest.approx(2 / math.pi * (angle + math.sin(angle) * math.cos(angle)))
-
-
-def test_students_interval_by_hand() -> None:
     low, high = student([1.0, 2.0, 3.0])
     assert (low, high) == pytest.approx((2 - 4.30265 / math.sqrt(3), 2 + 4.30265 / math.sqrt(3)), abs=1e-4)
     assert student([5.0]) == (-math.inf, math.inf)
     assert student([5.0, 5.0]) == (5.0, 5.0)
 
 
-def test_the_bootstrap_of_few_is_exact() -> None:
+def test_the_bootstrap_of_few_is_exact_and_of_many_nearly_normal_and_the_same_each_time() -> None:
     assert bootstrap([4.0]) == (4.0, 4.0)
     # of 2 there are 4 resamples, of 3 there are 27: the least has a chance of 1/27 > 2.5 %, and so has the greatest
     assert bootstrap([1.0, 5.0]) == (1.0, 5.0)
     assert bootstrap([1.0, 2.0, 9.0]) == pytest.approx((1.0, 9.0))
     # of 4 there are 256: 1 of them has the mean 0, 4 have 1/4, 6 + 4 have 2/4, …: 2.5 % are 6.4 of them
     assert bootstrap([0.0, 1.0, 2.0, 3.0])[0] == pytest.approx(0.5)
-
-
-def test_the_bootstrap_of_many_is_drawn_the_same_each_time_and_nearly_normal() -> None:
     values = np.random.default_rng(0).normal(10, 2, 100).tolist()
     assert len(values) > EXACT
     low, high = bootstrap(values)
@@ -59,16 +53,13 @@ def test_the_bootstrap_of_many_is_drawn_the_same_each_time_and_nearly_normal() -
     assert (low, high) == pytest.approx((plain.fmean(values) - reach, plain.fmean(values) + reach), abs=0.05 * reach)
 
 
-def test_times_are_compared_as_ratios_whose_mean_is_geometric() -> None:
+def test_times_are_compared_as_ratios_and_metrics_as_differences_in_their_own_unit() -> None:
     found = difference([2.0, 8.0, 4.0], [1.0, 1.0, 1.0], **TIMES)
     assert found.middle == pytest.approx(4.0)
     assert found.low < 2.0 <= 8.0 < found.high  # Student's is the wider here
     turned = difference([1.0, 1.0, 1.0], [2.0, 8.0, 4.0], **TIMES)
     assert turned.middle == pytest.approx(1 / found.middle)
     assert (turned.low, turned.high) == pytest.approx((1 / found.high, 1 / found.low))
-
-
-def test_metrics_are_compared_as_differences_in_their_own_unit() -> None:
     found = difference([0.90, 0.92, 0.91], [0.95, 0.96, 0.97], of="test_accuracy", margin=0.01, higher=True)
     assert found.middle == pytest.approx(-0.05)
     assert found == Difference(

@@ -61,13 +61,10 @@ def test_any_two_colours_are_told_apart_and_stand_out_from_the_page() -> None:
             assert (bright + 0.05) / (dark + 0.05) > CONTRAST, pair[page]
 
 
-def test_each_of_many_variants_has_a_look_of_its_own() -> None:
+def test_each_of_many_variants_has_a_look_of_its_own_whose_hue_is_the_strategys() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 11)), (1, 2, 4))
     found = drawing.styles_of(made)
     assert len({(one.colour, one.dash, one.symbol) for one in found.values()}) == len(made.variants) == 32
-
-
-def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
     found = drawing.styles_of(comparison(SPECS, (2, 4)))
     assert (
         found["allreduce on 2"].colour
@@ -79,9 +76,6 @@ def test_the_hue_is_the_strategys_and_solo_has_the_ink() -> None:
     assert {one.colour for one in solos} == {drawing.INK[0]}
     assert solos[1].dash == "solid" != solos[0].dash
     assert drawing.INK[0] not in {one.colour for name, one in found.items() if not name.startswith("solo")}
-
-
-def test_every_colour_has_one_on_black_and_so_has_its_band() -> None:
     dark = drawing.dark_colours()
     for variant_style in drawing.styles_of(comparison(SPECS, (2, 4))).values():
         assert dark[variant_style.colour].startswith("#")

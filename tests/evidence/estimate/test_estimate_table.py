@@ -98,15 +98,12 @@ def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> Non
     assert " to " not in shown.split("rows/s, speed-up")[0]
 
 
-def test_it_fits_a_terminal() -> None:
+def test_it_fits_a_terminal_and_each_number_of_workers_has_a_table() -> None:
     """The tables are cut into several, whose rows all begin with the strategy; no number is lost."""
     for width in (60, 80, 120):
         printed = text(FOUND, width)
         assert max(map(len, printed.splitlines())) <= width
         assert set(text(FOUND).split()) - {"*"} <= set(printed.split()) | {"low", "to"}
-
-
-def test_each_number_of_workers_has_a_table_and_common_notes_are_printed_once() -> None:
     refused = [Estimate(strategy=name, workers=64, refused="some without a row") for name in ("allreduce", "downpour")]
     printed = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
     heads = [line for line in printed if "worker" in line and line[0].isdigit()]
