@@ -1,6 +1,9 @@
+"""data/dataframe_rows.py and spool.py: rows of a DataFrame, by the hosts that keep them."""
+
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +19,9 @@ from manyhands.data.dataframe_rows import ORDER, VARIABLE, DistributedFrame, Hos
 from manyhands.data.feed import Feed
 from manyhands.data.leases import Segment
 from manyhands.data.open_source import open_source
-from manyhands.data.spool import Spool, SpoolColumn
+from manyhands.data.spool import Spool, SpoolColumn, SpoolPart, open_part
 from manyhands.errors import BadInput
+from refusals import refused
 
 COLUMNS = (SpoolColumn("features", ("x",), "float32"), SpoolColumn("label", ("x",), "int64"))
 
@@ -50,7 +54,7 @@ def test_any_row_of_any_partition(spools: list[Spool]) -> None:
     source = source_of(spools, range(5), range(5, 6), range(0), range(6, 11))
     assert source.rows == 11
     for wanted in ([10, 0, 5, 4, 5], range(3, 8), np.array([7])):
-        features, label = source.take(wanted)  # type: ignore[arg-type]
+        features, label = source.take(wanted)
         assert features.tolist() == label.tolist() == list(wanted)
         assert (features.dtype, label.dtype) == (torch.float32, torch.int64)
 
@@ -75,8 +79,9 @@ def test_one_host_reads_as_an_array_would(spools: list[Spool]) -> None:
     rows = torch.arange(33)
     same = open_source((rows.float(), rows))
     for rank in range(4):
-        ours = [part.batch for part in Feed(source, rank=rank, size=4, batch_size=8).epoch(1)]
-        theirs = [part.batch for part in Feed(same, rank=rank, size=4, batch_size=8).epoch(1)]
+        ours, theirs = (
+            [part.batch for part in Feed(one, rank=rank, size=4, batch_size=8).epoch(1)] for one in (source, same)
+        )
         for a, b in zip(ours, theirs, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a[1], b[1])
@@ -89,35 +94,30 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "workers"), HOSTS)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_row_once_an_epoch_on_several_hosts(
-    spools: list[Spool], rows: list[range], workers: list[int], shuffle: bool
-) -> None:
-    size, batch_size = sum(workers), 8
-    counts = [len(one) for one in rows]
-    orders = []
-    for epoch in range(2):
-        seen: list[int] = []
-        by_tick: dict[int, list[int]] = {}
-        rank = 0
-        for host, own in enumerate(rows):
-            here = source_of(spools, own)
-            for _ in range(workers[host]):
-                source = SharedRows(here, counts, workers, host)
-                feed = Feed(source, rank=rank, size=size, batch_size=batch_size, shuffle=shuffle)
-                assert feed.rows == sum(counts)
+def test_every_row_once_an_epoch_on_several_hosts(spools: list[Spool], shuffle: bool) -> None:
+    for rows, workers in HOSTS:
+        counts, size = [len(one) for one in rows], sum(workers)
+        here = [source_of(spools, own) for own in rows]
+        hosts = [host for host, many in enumerate(workers) for _ in range(many)]
+        orders = []
+        for epoch in range(2):
+            seen: list[int] = []
+            by_tick: dict[int, list[int]] = {}
+            for rank, host in enumerate(hosts):
+                source = SharedRows(here[host], counts, workers, host)
+                feed = Feed(source, rank=rank, size=size, batch_size=8, shuffle=shuffle)
+                assert feed.rows == sum(counts), workers
                 parts = list(feed.epoch(epoch))
-                assert [part.index for part in parts] == list(range(feed.ticks or 0))
+                assert [part.index for part in parts] == list(range(feed.ticks or 0)), workers
                 for part in parts:
                     by_tick.setdefault(part.index, [part.global_rows or 0, 0])[1] += part.rows
                     seen += [] if part.batch is None else part.batch[1].tolist()
-                    assert part.rows <= -(-batch_size // size)
-                rank += 1
-        assert Counter(seen) == Counter(x for own in rows for x in own)
-        assert all(told == found for told, found in by_tick.values())
-        orders.append(seen)
-    assert (orders[0] != orders[1]) == shuffle
+                    assert part.rows <= -(-8 // size), workers
+            assert Counter(seen) == Counter(x for own in rows for x in own), workers
+            assert all(told == found for told, found in by_tick.values()), workers
+            orders.append(seen)
+        assert (orders[0] != orders[1]) == shuffle, workers
 
 
 def test_fewer_read_than_bring(spools: list[Spool]) -> None:
@@ -131,25 +131,17 @@ def test_fewer_read_than_bring(spools: list[Spool]) -> None:
         Feed(SharedRows(source_of(spools, rows[0]), [20, 21], [2, 2], 0), size=2, batch_size=9)
 
 
-def test_an_epoch_goes_on_from_any_tick(spools: list[Spool]) -> None:
-    source = SharedRows(source_of(spools, range(21)), [21, 20], [1, 1], 0)
+def test_several_hosts_go_on_from_any_tick_lease_nothing_and_take_no_order(spools: list[Spool]) -> None:
+    here = source_of(spools, range(21))
+    source = SharedRows(here, [21, 20], [1, 1], 0)
     feed = Feed(source, rank=0, size=2, batch_size=6)
     whole, rest = list(feed.epoch(1)), list(feed.epoch(1, 3))
     assert [part.index for part in rest] == [part.index for part in whole[3:]]
     assert all(torch.equal(a.batch[1], b.batch[1]) for a, b in zip(rest, whole[3:], strict=True) if a.batch is not None)
-
-
-def test_several_hosts_lease_nothing(spools: list[Spool]) -> None:
-    here = source_of(spools, range(21))
     assert Feed(here, size=2).leasable
-    feed = Feed(SharedRows(here, [21, 20], [1, 1], 0), size=2, batch_size=6)
     assert not feed.leasable
     parts = list(feed.leased(Segment(epoch=0, first=0, until=7, parts=2), lambda: pytest.fail("leased")))
     assert sum(part.rows for part in parts) == 21
-
-
-def test_an_order_needs_one_host(spools: list[Spool]) -> None:
-    source = SharedRows(source_of(spools, range(3)), [3, 3], [1, 1], 0)
     with pytest.raises(BadInput, match="order= needs all rows on one host"):
         Feed(source, size=2, order=lambda epoch: np.arange(6))
 
@@ -162,37 +154,90 @@ def pools(spools: list[Spool], rows: list[int], workers: list[int], *parts: rang
 def test_a_frame_travels_without_its_table_and_opens_the_pool(
     spools: list[Spool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame = DistributedFrame("k", COLUMNS, table=object())
-    there: DistributedFrame = pickle.loads(pickle.dumps(frame))
+    there: DistributedFrame = pickle.loads(pickle.dumps(DistributedFrame("k", COLUMNS, table=object())))
     assert (there.key, there.columns, there.table) == ("k", COLUMNS, None)
     read: DistributedFrame = pickle.loads(pickle.dumps(DistributedFrame("k", COLUMNS, files=("s3://a",))))
     assert (read.files, read.sources) == (("s3://a",), ["x"])
     file = tmp_path / "pool"
-    file.write_text(json.dumps(pools(spools, [4], [2], range(4))))
     monkeypatch.setenv(VARIABLE, str(file))
-    assert open_source(there).rows == 4
-    file.write_text(json.dumps(pools(spools, [4, 3], [2, 1], range(4))))
-    assert open_source(there).rows == 7
+    for counts, workers, rows in [([4], [2], 4), ([4, 3], [2, 1], 7)]:
+        file.write_text(json.dumps(pools(spools, counts, workers, range(4))))
+        assert open_source(there).rows == rows
 
 
-def test_without_an_engine_that_brings_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_refused(spools: list[Spool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(BadInput, match="only engine spark can read"):
-        open_source(DistributedFrame("k", COLUMNS))
-
-
-def test_no_rows_at_all(spools: list[Spool]) -> None:
-    with pytest.raises(BadInput, match="the DataFrame has no rows"):
-        open_pool(pools(spools, [0], [1]), "k", ["features"], None)
-
-
-def test_partitions_of_other_lengths(spools: list[Spool]) -> None:
-    column = (SpoolColumn("features", ("x",)),)
-    made = [Spool(column, 1 << 20) for _ in range(2)]
+    refused("only engine spark", open_source, DistributedFrame("k", COLUMNS))
+    refused("has no rows", open_pool, pools(spools, [0], [1]), "k", ["features"], None)
+    made = [Spool((SpoolColumn("features", ("x",)),), 1 << 20) for _ in range(2)]
     spools += made
     for i, spool in enumerate(made):
         spool.add(pa.record_batch({"x": [[1.0] * (i + 1)]}))
-    with pytest.raises(
-        BadInput, match=r"features has rows of float64 \[1\] in one partition and of float64 \[2\] in another"
-    ):
-        HostRows([part for spool in made for part in spool.parts()], ["features"])
+    parts = [part for spool in made for part in spool.parts()]
+    refused(r"features has rows of float64 \[1\] .* float64 \[2\]", HostRows, parts, ["features"])
+
+
+# -- spool.py ------------------------------------------------------------------------------------------------------------
+
+
+PAIR = (SpoolColumn("features", ("a", "b"), "float32"), SpoolColumn("label", ("y",), "int64"))
+
+
+def batch(first: int, rows: int) -> pa.RecordBatch:
+    numbers = np.arange(first, first + rows)
+    return pa.record_batch({"a": numbers / 2, "b": numbers, "y": numbers % 3, "unused": numbers})
+
+
+def everything(spool: Spool, name: str) -> list[list[float]]:
+    return [row for part in spool.parts() for row in np.asarray(open_part(part)[name]).tolist()]
+
+
+def test_rows_come_back_as_they_came(tmp_path: Path) -> None:
+    for memory, on_disk in [(1 << 20, False), (0, True), (50, True)]:
+        spool = Spool(PAIR, memory, str(tmp_path))
+        for first, rows in ((0, 3), (3, 0), (3, 2), (5, 1)):
+            spool.add(batch(first, rows))
+        assert everything(spool, "features") == [[i / 2, i] for i in range(6)], memory
+        assert everything(spool, "label") == [i % 3 for i in range(6)], memory
+        assert (spool.rows, spool.bytes, spool.on_disk) == (6, 6 * 16, on_disk), memory
+        assert not list(tmp_path.iterdir())  # a file without a name is gone with its owner
+        for part in spool.parts():
+            assert SpoolPart.from_json(part.to_json()) == part
+        spool.close()
+
+
+def test_what_is_beyond_the_budget_is_on_disk_and_closed_with_the_rest() -> None:
+    spool = Spool(PAIR, 3 * 16)
+    for first in range(0, 8, 2):
+        spool.add(batch(first, 2))
+    assert [part.rows for part in spool.parts()] == [2, 6]
+    files = [f"/proc/self/fd/{column.fd}" for part in spool.parts() for column in part.columns.values()]
+    kinds = {file: os.readlink(file) for file in files}
+    assert {"memfd" in kind for kind in kinds.values()} == {True, False}
+    spool.close()
+    for file, kind in kinds.items():  # another thread may have opened a file with the same number meanwhile
+        assert not os.path.lexists(file) or os.readlink(file) != kind
+
+
+def test_arrays_become_dimensions_and_stand_beside_numbers() -> None:
+    lists = pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float64()))
+    table = pa.record_batch({"v": lists, "x": pa.array([5, 6])})
+    assert SpoolColumn("f", ("v",), "float32").of(table).tolist() == [[1, 2], [3, 4]]
+    assert SpoolColumn("f", ("v", "x")).of(table).tolist() == [[1, 2, 5], [3, 4, 6]]
+    label = SpoolColumn("label", ("y",), "int64")
+    assert label.of(pa.record_batch({"y": [1.0, 2.0]})).tolist() == [1, 2]
+
+
+def test_what_cannot_be_a_column_is_named() -> None:
+    for column, values, words in [
+        (SpoolColumn("f", ("a",)), ["x", "y"], "column 'a' holds .*, not numbers: encode it"),
+        (SpoolColumn("f", ("a",)), [1.0, None], "column 'a' has missing values .1."),
+        (SpoolColumn("f", ("a",)), [[1.0], [1.0, 2.0]], "column 'a' holds lists of 1 to 2 values"),
+        (SpoolColumn("label", ("a",), "int64"), [1.0, 2.5], "label has fractions, and its type is int64"),
+    ]:
+        refused(words, column.of, pa.record_batch({"a": values}))
+    spool = Spool((SpoolColumn("f", ("a",)),), 1 << 20)
+    spool.add(pa.record_batch({"a": [[1.0], [2.0]]}))
+    with pytest.raises(BadInput, match=r"f has rows of float64 \[1\] and of float64 \[2\]"):
+        spool.add(pa.record_batch({"a": [[1.0, 2.0]]}))
+    spool.close()

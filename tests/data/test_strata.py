@@ -41,10 +41,7 @@ def test_each_key_is_in_one_block_and_blocks_are_equally_long() -> None:
         assert sorted(grid[grid >= 0]) == list(range(count))
         block, place = blocks.places(field)
         assert (grid[block, place] == np.arange(count)).all()
-
-
-def test_blocks_have_about_equally_many_rows_of_the_data() -> None:
-    counts = np.sort(np.random.default_rng(0).zipf(1.5, 1000).clip(max=2000))
+    counts = np.sort(np.random.default_rng(0).zipf(1.5, 1000).clip(max=2000))  # about equally many rows, too
     grid = KeyBlocks.of({"a": counts, "b": counts}, 8, 0).keys["a"]
     sums = np.where(grid >= 0, counts[grid], 0).sum(1)
     assert sums.max() - sums.min() <= counts.max()
@@ -57,23 +54,24 @@ def test_the_seed_decides_among_equal_counts_alone() -> None:
     assert len({grid.tobytes() for grid in grids}) > 1
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_an_epoch_hands_out_each_row_once_in_cells_that_share_no_block(size: int) -> None:
-    data, seen = rows_of(), []
-    strata = [strata_of(data, 4, rank, size) for rank in range(size)]
+def test_an_epoch_hands_out_each_row_once_in_cells_that_share_no_block() -> None:
+    data = rows_of()
     blocks = blocks_of(data, 4)
-    epochs = [list(one.slices(Reading(seed=7, epoch=2))) for one in strata]
-    for stratum in range(4):
-        parts = [slices[stratum] for slices in epochs]
-        cells = [cell for part in parts for cell in part.batch.cells]
-        assert sorted(cell.row_block for cell in cells) == sorted(cell.column_block for cell in cells) == [0, 1, 2, 3]
-        assert sum(part.rows for part in parts) == parts[0].global_rows
-        for cell in cells:
-            own = cell.arrays["row"]
-            assert (blocks.keys["user"][cell.row_block, cell.arrays["user"]] == data["user"][own]).all()
-            assert (blocks.keys["item"][cell.column_block, cell.arrays["item"]] == data["item"][own]).all()
-            seen += own.tolist()
-    assert sorted(seen) == list(range(300))
+    for size in (1, 2, 4):
+        seen = []
+        epochs = [list(strata_of(data, 4, rank, size).slices(Reading(seed=7, epoch=2))) for rank in range(size)]
+        for stratum in range(4):
+            parts = [slices[stratum] for slices in epochs]
+            cells = [cell for part in parts for cell in part.batch.cells]
+            for of in ([cell.row_block for cell in cells], [cell.column_block for cell in cells]):
+                assert sorted(of) == [0, 1, 2, 3], size
+            assert sum(part.rows for part in parts) == parts[0].global_rows
+            for cell in cells:
+                own = cell.arrays["row"]
+                assert (blocks.keys["user"][cell.row_block, cell.arrays["user"]] == data["user"][own]).all()
+                assert (blocks.keys["item"][cell.column_block, cell.arrays["item"]] == data["item"][own]).all()
+                seen += own.tolist()
+        assert sorted(seen) == list(range(300)), size
 
 
 def test_the_order_within_a_cell_depends_on_seed_epoch_and_cell_alone() -> None:
@@ -90,21 +88,16 @@ def test_the_order_within_a_cell_depends_on_seed_epoch_and_cell_alone() -> None:
     one = cells(1, seed=1, epoch=0)
     assert cells(2, seed=1, epoch=0) == one
     assert cells(1, seed=1, epoch=1) != one
-    in_order = cells(1, shuffle=False)
-    assert all(rows == sorted(rows) for rows in in_order.values())
-
-
-def test_a_resumed_epoch_begins_where_it_stopped() -> None:
-    strata = strata_of(rows_of(), 4)
-    whole, rest = (list(strata.slices(Reading(first_tick=tick))) for tick in (0, 3))
+    assert all(rows == sorted(rows) for rows in cells(1, shuffle=False).values())
+    strata = strata_of(data, 4)
+    whole, rest = (list(strata.slices(Reading(first_tick=tick))) for tick in (0, 3))  # a resumed epoch
     assert [part.index for part in rest] == [3]
     assert rest[0].batch.cells[0].arrays["row"].tolist() == whole[3].batch.cells[0].arrays["row"].tolist()
 
 
 def test_imbalance_is_the_slowest_workers_share() -> None:
     data = {"user": np.array([0, 0, 0, 1]), "item": np.array([0, 0, 1, 1])}  # cells of 2, 1, 0 and 1 rows
-    counts = {"user": np.array([3, 1]), "item": np.array([2, 2])}
-    blocks = KeyBlocks.of(counts, 2, 0)
+    blocks = KeyBlocks.of({"user": np.array([3, 1]), "item": np.array([2, 2])}, 2, 0)
     sizes = np.zeros((2, 2))
     (row_block, _), (column_block, _) = blocks.places("user"), blocks.places("item")
     np.add.at(sizes, (row_block[data["user"]], column_block[data["item"]]), 1)
@@ -112,12 +105,30 @@ def test_imbalance_is_the_slowest_workers_share() -> None:
     assert Strata(open_source(data), blocks, prepare, 0, 2).imbalance == slowest * 2 / 4
 
 
-def test_a_stream_is_refused() -> None:
+def test_streams_and_orders_of_ones_own_are_refused() -> None:
     source = open_source(lambda: iter([{"user": 1, "item": 2, "row": 0}]))
     with pytest.raises(mh.Unsupported, match="stream"):
         count_keys(source, ROWS, prepare)
-
-
-def test_an_order_of_ones_own_is_refused() -> None:
     with pytest.raises(mh.BadInput, match="order"):
         strata_of(rows_of(), 4).epoch_rows(Reading(order=lambda epoch: [0]))
+
+
+def test_pairs_of_a_cell_stand_together_in_random_order() -> None:
+    """data/cells.py, with 32 keys a block."""
+    from manyhands.data.cells import CACHE_BYTES, by_cells
+
+    random, row_bytes = np.random.default_rng(0), CACHE_BYTES // 64
+    users, items = random.integers(100, size=30_000).astype(np.int32), random.integers(60, size=30_000)
+    order = by_cells(users, items, row_bytes, 5)
+    assert np.array_equal(np.sort(order), np.arange(30_000))
+    cells = (users // 32 * 2 + items // 32)[order]
+    changes = np.flatnonzero(np.diff(cells)) + 1
+    assert len(changes) + 1 == len(np.unique(cells)) == 8, "each cell's ratings stand together"
+    assert not np.array_equal(np.unique(cells), cells[[0, *changes]]), "cells come in a random order"
+    for cell in np.split(order, changes):
+        assert abs(np.corrcoef(cell, np.arange(len(cell)))[0, 1]) < 0.15, "and so do the ratings of one"
+    assert np.array_equal(order, by_cells(users, items, row_bytes, 5))
+    assert not np.array_equal(order, by_cells(users, items, row_bytes, 6))
+    keys = np.array([0, 10**9, 10**9, 7], np.uint32)  # no more cells than pairs
+    assert sorted(by_cells(keys, keys[::-1].copy(), CACHE_BYTES, 0)) == [0, 1, 2, 3]
+    assert by_cells(keys[:0], keys[:0], row_bytes, 0).tolist() == []
