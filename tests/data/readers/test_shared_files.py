@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -18,7 +19,7 @@ import pytest
 from manyhands.data.readers.shared_files import count, dealt, find, read, together, types_of
 from manyhands.data.shards import find as find_module
 from manyhands.data.shards.formats import base
-from manyhands.errors import BadInput
+from refusals import refused
 from tfrecord_files import examples
 
 
@@ -60,17 +61,16 @@ def parts_of(files: tuple[str, ...], parts: int, names: list[str]) -> list[list[
 
 
 @pytest.mark.parametrize("suffix", sorted(WRITERS))
-@pytest.mark.parametrize("sizes", [[33], [0, 5, 0, 20, 1, 0], [3] * 7, [0, 1], [2, 0, 0]])
-@pytest.mark.parametrize("parts", [1, 2, 4, 9])
-def test_every_row_is_read_once_in_even_parts(memory: str, suffix: str, sizes: list[int], parts: int) -> None:
-    for i, size in enumerate(sizes):
-        WRITERS[suffix](f"{memory}/{i:03}.{suffix}", range(sum(sizes[:i]), sum(sizes[:i]) + size))
-    found = parts_of(find([memory]), parts, ["x", "v"])
-    assert sorted(row for part in found for row in part) == [(i, [float(i), -float(i)]) for i in range(sum(sizes))]
-    assert [row for part in found for row in part] == sorted(
-        row for part in found for row in part
-    )  # in the files' order
-    assert max(len(part) for part in found) - min(len(part) for part in found) <= 1
+def test_every_row_is_read_once_in_even_parts(memory: str, suffix: str) -> None:
+    for number, sizes in enumerate(([33], [0, 5, 0, 20, 1, 0], [3] * 7, [0, 1], [2, 0, 0])):
+        for i, size in enumerate(sizes):
+            first = sum(sizes[:i])
+            WRITERS[suffix](f"{memory}/{number}/{i:03}.{suffix}", range(first, first + size))
+        for parts in (1, 2, 4, 9):
+            found = parts_of(find([f"{memory}/{number}"]), parts, ["x", "v"])
+            rows = [row for part in found for row in part]
+            assert rows == [(i, [float(i), -float(i)]) for i in range(sum(sizes))], (sizes, parts)  # in their order
+            assert max(map(len, found)) - min(map(len, found)) <= 1, (sizes, parts)
 
 
 def test_parts_are_dealt_by_rows() -> None:
@@ -116,43 +116,26 @@ def test_local_paths_become_urls_that_mean_the_same_anywhere(tmp_path: Path, mon
     for path in ("a [1].parquet", tmp_path, "*.parquet", f"file://{tmp_path}/a [1].parquet"):
         assert find([path]) == (f"file://{tmp_path}/a [1].parquet",)
     assert parts_of(find([tmp_path]), 1, ["x"]) == [[(0,), (1,), (2,)]]
-
-
-def test_a_host_stays_in_the_url() -> None:
-    class Hdfs:
-        def unstrip_protocol(self, file: str) -> str:
-            return f"hdfs://{file}"
-
-    url = find_module._url(Hdfs(), "hdfs://name:8020/data/", "/data", "/data/a.parquet")
-    assert url == "hdfs://name:8020/data/a.parquet"
-
-
-def test_shards_as_tensorflow_names_them(memory: str) -> None:
-    tfrecord(f"{memory}/train.tfrecord-00000-of-00002", range(2))
-    tfrecord(f"{memory}/train.tfrecord-00001-of-00002", range(2, 5))
-    assert parts_of(find([memory]), 1, ["x"]) == [[(0,), (1,), (2,), (3,), (4,)]]
+    fs = SimpleNamespace(unstrip_protocol=lambda file: f"hdfs://{file}")
+    url = find_module._url(fs, "hdfs://name:8020/data/", "/data", "/data/a.parquet")
+    assert url == "hdfs://name:8020/data/a.parquet"  # a host stays in the URL
 
 
 def test_types_are_those_of_the_first_file_that_has_any(memory: str) -> None:
-    tfrecord(f"{memory}/t/0.tfrecord", range(0))
-    tfrecord(f"{memory}/t/1.tfrecord", range(2))
-    assert {name: str(kind) for name, kind in types_of(find([f"{memory}/t"])).items()} == {
-        "x": "int64",
-        "v": "large_list<item: float>",
-    }
+    tfrecord(f"{memory}/t/train.tfrecord-00000-of-00002", range(0))  # as TensorFlow names them
+    tfrecord(f"{memory}/t/train.tfrecord-00001-of-00002", range(2, 5))
+    assert parts_of(find([f"{memory}/t"]), 1, ["x"]) == [[(2,), (3,), (4,)]]
+    types = {name: str(kind) for name, kind in types_of(find([f"{memory}/t"])).items()}
+    assert types == {"x": "int64", "v": "large_list<item: float>"}
     parquet(f"{memory}/p.parquet", range(0))
     assert types_of(find([f"{memory}/p.parquet"]))["x"] == pa.int64()
-    with pytest.raises(BadInput, match="the data files have no rows"):
-        types_of([f"{memory}/t/0.tfrecord"])
-
-
-def test_decimals_are_doubles(memory: str) -> None:
-    with fsspec.open(f"{memory}/a.parquet", "wb") as file:
+    refused("the data files have no rows", types_of, [f"{memory}/t/train.tfrecord-00000-of-00002"])
+    with fsspec.open(f"{memory}/decimals.parquet", "wb") as file:
         pq.write_table(pa.table({"x": [Decimal("1.50"), Decimal("-2.25")]}), file)
-    assert parts_of(find([memory]), 1, ["x"]) == [[(1.5,), (-2.25,)]]
+    assert parts_of(find([f"{memory}/decimals.parquet"]), 1, ["x"]) == [[(1.5,), (-2.25,)]]
 
 
-def test_what_cannot_be_found_is_refused(memory: str) -> None:
+def test_what_cannot_be_found_is_refused(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.parquet", "a.tfrecord", "text.csv", "no/table.md"):
         with fsspec.open(f"{memory}/{name}", "wb") as file:
             file.write(b"")
@@ -164,8 +147,10 @@ def test_what_cannot_be_found_is_refused(memory: str) -> None:
         (["a.parquet", "a.tfrecord"], "mixes .parquet and .tfrecord files"),
         (["a.parquet", "*.parquet"], "a.parquet is named twice"),
     ]:
-        with pytest.raises(BadInput, match=message):
-            find([f"{memory}/{path}" for path in paths])
+        refused(message, find, [f"{memory}/{path}" for path in paths])
+    refused("cannot be opened: Protocol not known: nosuch", find, ["nosuch://a/b.parquet"])
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    refused("s3://a/b.parquet needs a package that is not installed: .*pip install s3fs", find, ["s3://a/b.parquet"])
 
 
 LOGS = {
@@ -176,59 +161,36 @@ LOGS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOGS)
-def test_files_that_only_a_log_tells_from_stale_ones_are_refused(memory: str, kind: str) -> None:
-    for name in LOGS[kind]:
-        with fsspec.open(f"{memory}/tables/one/{name}", "wb") as file:
-            file.write(b"")
-    files = [name for name in LOGS[kind] if name.endswith(".parquet")]
-    plain = "tables/one/data" if kind == "Iceberg" else "tables/one"
-    for path in ["tables", "tables/one", plain, f"{plain}/day=1", f"{plain}/*.parquet", f"{plain}/day=*/*.parquet"]:
-        with pytest.raises(BadInput, match=f"{kind}.*rows"):
-            find([f"{memory}/{path}"])
-    assert len(find([f"{memory}/tables/one/{name}" for name in files])) == len(
-        files
-    )  # by name: whoever reads the log may
+def test_files_that_only_a_log_tells_from_stale_ones_are_refused(memory: str) -> None:
+    for number, (kind, names) in enumerate(LOGS.items()):
+        table = f"{memory}/{number}/one"
+        for name in names:
+            with fsspec.open(f"{table}/{name}", "wb") as file:
+                file.write(b"")
+        files = [f"{table}/{name}" for name in names if name.endswith(".parquet")]
+        plain = f"{table}/data" if kind == "Iceberg" else table
+        below = ("", "/day=1", "/*.parquet", "/day=*/*.parquet")
+        for path in [f"{memory}/{number}", table, *(plain + one for one in below)]:
+            refused(f"{kind}.*rows", find, [path])
+        assert len(find(files)) == len(files), kind  # by name: whoever reads the log may
+    for beside in ["metadata/notes.json", "data/b.parquet", "delta_log/0.json", "_SUCCESS"]:  # no such log
+        folder = f"{memory}/{beside.replace('/', '-')}"
+        for name in ("day=1/a.parquet", beside):
+            with fsspec.open(f"{folder}/{name}", "wb") as file:
+                file.write(b"")
+        assert len(find([folder])) == 1 + beside.endswith(".parquet"), beside
+        assert len(find([f"{folder}/day=*/*.parquet"])) == 1, beside
 
 
-@pytest.mark.parametrize("beside", ["metadata/notes.json", "data/b.parquet", "delta_log/0.json", "_SUCCESS"])
-def test_a_folder_without_such_a_log_is_read(memory: str, beside: str) -> None:
-    for name in ("day=1/a.parquet", beside):
-        with fsspec.open(f"{memory}/{name}", "wb") as file:
-            file.write(b"")
-    assert len(find([memory])) == 1 + beside.endswith(".parquet")
-    assert len(find([f"{memory}/day=*/*.parquet"])) == 1
-
-
-def test_storage_that_nobody_knows_or_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInput, match="cannot be opened: Protocol not known: nosuch"):
-        find(["nosuch://a/b.parquet"])
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(BadInput, match=r"s3://a/b.parquet needs a package that is not installed: .*pip install s3fs"):
-        find(["s3://a/b.parquet"])
-
-
-def test_a_host_without_the_files_is_named(memory: str) -> None:
+def test_files_that_are_gone_changed_or_broken_are_named(memory: str) -> None:
     for suffix in ("parquet", "tfrecord"):
         gone = f"{memory}/gone.{suffix}"
-        with pytest.raises(BadInput, match=r"gone.* does not exist on .*, and all hosts must see it"):
-            count([gone], 0, 1)
-        with pytest.raises(BadInput, match="all hosts must see it"):
-            list(read([gone], [3], ["x"], 0, 1))
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "tfrecord"])
-def test_a_file_that_changed_since_it_was_counted(memory: str, suffix: str) -> None:
-    WRITERS[suffix](f"{memory}/a.{suffix}", range(5))
-    with pytest.raises(BadInput, match="rows when counted: 6"):
-        list(read(find([memory]), [6], ["x"], 0, 1))
-
-
-def test_broken_files_and_missing_columns_are_named(memory: str) -> None:
+        refused(r"gone.* does not exist on .*, and all hosts must see it", count, [gone], 0, 1)
+        refused("all hosts must see it", lambda file: list(read([file], [3], ["x"], 0, 1)), gone)
+        WRITERS[suffix](f"{memory}/a.{suffix}", range(5))
+        refused("rows when counted: 6", lambda file: list(read([file], [6], ["x"], 0, 1)), f"{memory}/a.{suffix}")
     with fsspec.open(f"{memory}/broken.parquet", "wb") as file:
         file.write(b"no such format")
-    with pytest.raises(BadInput, match="cannot read .*broken.parquet as Parquet"):
-        count([f"{memory}/broken.parquet"], 0, 1)
-    parquet(f"{memory}/a.parquet", range(5))
-    with pytest.raises(BadInput, match=r"a.parquet has no column 'z'; it has x, v, unused"):
-        list(read([f"{memory}/a.parquet"], [5], ["z"], 0, 1))
+    refused("cannot read .*broken.parquet as Parquet", count, [f"{memory}/broken.parquet"], 0, 1)
+    words = "a.parquet has no column 'z'; it has x, v, unused"
+    refused(words, lambda: list(read([f"{memory}/a.parquet"], [5], ["z"], 0, 1)))
