@@ -95,6 +95,7 @@ def test_more_shards_share_the_load() -> None:
     assert 0 < one.staleness < 8
 
 
+@pytest.mark.slow
 def test_error_bars_lie_around_the_time() -> None:
     """Four workers where two were calibrated, 6 rows each, which were: one doubling."""
     for spec, error, tried in (("allreduce", 0.1, True), ("local-sgd:period=4", 0.25, True), ("gossip", 0.25, False)):
@@ -182,6 +183,7 @@ def test_what_no_strategy_could_take_is_an_error() -> None:
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_notes_say_what_a_number_does_not_rest_on() -> None:
     given: dict[str, Any] = {"workers": [4], "strategies": ["allreduce"]}
     close = estimate(task(), profile=profile(task="chars"), **given)
@@ -203,6 +205,7 @@ def test_notes_say_what_a_number_does_not_rest_on() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_defaults_over_several_numbers_of_workers_and_the_progress_lines(tmp_path: Path) -> None:
     path, lines = tmp_path / "p.json", list[str]()
     profile().save(path)

@@ -52,8 +52,8 @@ def both_ways(given: mh.Task, spec: str, workers: int, steps: int, **more: Any) 
 
 @pytest.mark.parametrize("spec", slow_after(len(FAST), ALL))
 def test_every_workers_every_step_takes_as_long_and_sends_as_much(spec: str) -> None:
-    """11 steps: more than an epoch, which is 10 of them."""
-    both_ways(task(), spec, 4, 11, servers=2)
+    """13 steps: more than an epoch, which is 10 of them."""
+    both_ways(task(), spec, 4, 13, servers=2)
 
 
 @pytest.mark.parametrize(
