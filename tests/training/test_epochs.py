@@ -88,12 +88,17 @@ def test_a_stream_has_no_batches_to_count() -> None:
             train(strategy, workers=1, train_data=Rows(), **options)
 
 
-def test_a_chained_schedule_follows_the_rows() -> None:
+def test_schedules_follow_the_rows_that_all_workers_were_handed(tmp_path: Path) -> None:
+    scheduler = torch.optim.lr_scheduler
+
     def chained(optimizer: torch.optim.Optimizer, total: int) -> Any:
-        scheduler = torch.optim.lr_scheduler
         return scheduler.ChainedScheduler(
             [scheduler.ExponentialLR(optimizer, 0.9), scheduler.ConstantLR(optimizer, 0.5, total_iters=2)]
         )
 
     run = train("downpour", workers=1, epochs=1, schedule=chained)
     assert [row["rate"] for row in run.history] == pytest.approx([0.005, 0.0045, 0.0081, 0.00729])
+    falling = lambda optimizer, total: scheduler.ExponentialLR(optimizer, 0.9)  # noqa: E731
+    train("downpour", epochs=1, schedule=falling, run_dir=tmp_path / "run")
+    for step in steps(tmp_path / "run"):
+        assert step.values["rate"] == pytest.approx(0.01 * 0.9 ** (step.values["lease"][2] // 3)), step
