@@ -65,14 +65,14 @@ def test_it_has_the_bytes_of_the_librarys_file(claim: Claim, tmp_path: Path) -> 
         assert torch.equal(read[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("dimension", [0, 1, 2])
-def test_slices_of_a_tensor_come_together(dimension: int, claim: Claim, tmp_path: Path) -> None:
+def test_slices_of_a_tensor_come_together(claim: Claim, tmp_path: Path) -> None:
     whole = torch.randn(4, 6, 5)
-    middle = [n // 2 if d == dimension else 0 for d, n in enumerate(whole.shape)]
-    end = [n // 2 if d == dimension else n for d, n in enumerate(whole.shape)]
-    halves = cut(whole, (0, 0, 0), tuple(end)), cut(whole, tuple(middle), tuple(whole.shape))
-    written(claim, [{"w": half} for half in halves])
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["w"], whole)
+    for dimension in range(3):
+        middle = [n // 2 if d == dimension else 0 for d, n in enumerate(whole.shape)]
+        end = [n // 2 if d == dimension else n for d, n in enumerate(whole.shape)]
+        halves = cut(whole, (0, 0, 0), tuple(end)), cut(whole, tuple(middle), tuple(whole.shape))
+        written(claim, [{"w": half} for half in halves])
+        assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["w"], whole), dimension
 
 
 def test_runs_are_as_long_as_they_can_be() -> None:

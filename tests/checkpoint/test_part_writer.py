@@ -63,49 +63,48 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def folder(tmp_path: Path) -> tuple[AnyPath, str]:
-    token = checkpoints.begin(tmp_path, 6, None, pytest.fail)
-    return checkpoints.partial_of(tmp_path, 6, token), token
+class Writing:
+    """A part of step 6 that is written beside training, and what it reports."""
+
+    def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.partial = checkpoints.partial_of(folder, 6, checkpoints.begin(folder, 6, None, pytest.fail))
+        self.writer, self.reports = PartWriter(), list[WrittenPart]()
+        self.writer.copy(tensors)
+        self.writer.start(self.partial, SoloGroup(), b"{}", self.reports.append)
 
 
 def test_a_part_holds_no_newer_values_than_its_copy(tmp_path: Path, gate: Gate) -> None:
     """pytorch#144657: training goes on, in the same memory, before a byte is written."""
     parameters = torch.arange(8.0)
     view, counts = parameters[2:6].view(2, 2), torch.tensor([3])
-    writer, reports = PartWriter(), list[WrittenPart]()
-    partial, _ = folder(tmp_path)
-    writer.copy({"view": view, "counts": counts})
-    writer.start(partial, SoloGroup(), b"{}", reports.append)
+    part = Writing(tmp_path, {"view": view, "counts": counts})
     assert gate.reached.wait(20)
     parameters.add_(100)
     counts.add_(1)
-    assert reports == []
+    assert part.reports == []
     gate.opened.set()
-    writer.wait()
-    found = checkpoints.load_tensors(partial / "rank-00000.safetensors")
+    part.writer.wait()
+    found = checkpoints.load_tensors(part.partial / "rank-00000.safetensors")
     assert torch.equal(found["view"], torch.arange(2.0, 6.0).view(2, 2))
     assert int(found["counts"]) == 3
-    assert [len(part.files) for part in reports] == [2]
+    assert [len(one.files) for one in part.reports] == [2]
 
 
 def test_the_next_part_waits_for_the_one_before_and_uses_its_memory(tmp_path: Path, gate: Gate) -> None:
-    writer, tensors, reports = PartWriter(), {"w": torch.zeros(1000), "n": torch.zeros(3)}, list[WrittenPart]()
-    partial, _ = folder(tmp_path)
-    writer.copy(tensors)
-    kept = writer._copies["w"].data_ptr()
-    writer.start(partial, SoloGroup(), b"{}", reports.append)
-    waiting = threading.Thread(target=writer.wait)
+    part = Writing(tmp_path, {"w": torch.zeros(1000), "n": torch.zeros(3)})
+    kept = part.writer._copies["w"].data_ptr()
+    waiting = threading.Thread(target=part.writer.wait)
     waiting.start()
     assert waiting.is_alive()
-    assert reports == []
+    assert part.reports == []
     gate.opened.set()
     waiting.join(20)
-    assert len(reports) == 1
-    writer.wait()
-    writer.copy({"w": torch.ones(1000), "n": torch.zeros(4)})
-    assert writer._copies["w"].data_ptr() == kept
-    assert float(writer._copies["w"].sum()) == 1000
-    assert writer._copies["n"].shape == (4,)
+    assert len(part.reports) == 1
+    part.writer.wait()
+    part.writer.copy({"w": torch.ones(1000), "n": torch.zeros(4)})
+    assert part.writer._copies["w"].data_ptr() == kept
+    assert float(part.writer._copies["w"].sum()) == 1000
+    assert part.writer._copies["n"].shape == (4,)
 
 
 def test_what_cannot_be_written_is_reported_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +118,10 @@ def test_what_cannot_be_written_is_reported_and_leaves_no_file(tmp_path: Path, m
         yield Full()
 
     monkeypatch.setattr(checkpoints, "synced", full)
-    partial, _ = folder(tmp_path)
-    writer, reports = PartWriter(), list[WrittenPart]()
-    writer.copy({"w": torch.zeros(3)})
-    writer.start(partial, SoloGroup(), b"{}", reports.append)
-    writer.wait()
-    assert reports == [WrittenPart(error="No space left on device")]
-    assert list(partial.iterdir()) == []
+    part = Writing(tmp_path, {"w": torch.zeros(3)})
+    part.writer.wait()
+    assert part.reports == [WrittenPart(error="No space left on device")]
+    assert list(part.partial.iterdir()) == []
 
 
 # -- all of it, with the driver's side ---------------------------------------------------------------------------------
@@ -178,19 +174,13 @@ def whole(where: AnyPath) -> Checkpoint:
 
 
 def test_parts_of_all_make_a_checkpoint(tmp_path: Path) -> None:
-    driver = Driver(tmp_path)
-    save(driver, tmp_path, 3)
-    assert driver.written == [6]
-    assert whole(tmp_path).ranks == 3
-    assert driver.assembly.settle(6)
-    assert driver.warnings == []
-
-
-def test_elsewhere_than_on_a_disk(tmp_path: Path) -> None:
-    where = RemotePath(f"local://{tmp_path}/checkpoints")
-    driver = Driver(where)
-    save(driver, where, 2)
-    assert whole(where).ranks == 2
+    for where in (tmp_path / "disk", RemotePath(f"local://{tmp_path}/elsewhere")):
+        driver = Driver(where)
+        save(driver, where, 3)
+        assert driver.written == [6]
+        assert whole(where).ranks == 3
+        assert driver.assembly.settle(6)
+        assert driver.warnings == []
 
 
 @pytest.fixture
@@ -268,7 +258,13 @@ def test_a_dropped_checkpoint_leaves_nothing(tmp_path: Path, gate: Gate) -> None
     assert driver.written == []
 
 
-def test_the_manifest_finds_the_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    driver = Driver(tmp_path / "file")
+    driver.assembly.parts.newest = 3
+    assert driver.assembly.begin(6, 0, (0, 1)) == ""  # the folder cannot be made
+    assert "the driver: File exists" in driver.warnings[0]
+    assert not driver.assembly.parts.settle(6)
     driver = Driver(tmp_path)
     driver.assembly.parts.newest = 3
 
@@ -282,12 +278,3 @@ def test_the_manifest_finds_the_disk_full(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.glob("step-*")) == []
     with pytest.raises(ManyhandsError, match="the run's last one"):
         driver.assembly.settle(6)
-
-
-def test_the_folder_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    driver = Driver(tmp_path / "checkpoints")
-    driver.assembly.parts.newest = 3
-    assert driver.assembly.begin(6, 0, (0, 1)) == ""
-    assert "the driver: File exists" in driver.warnings[0]
-    assert not driver.assembly.parts.settle(6)

@@ -14,8 +14,9 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from manyhands.checkpoint.paths import AnyPath, RemotePath, path_of
+from manyhands.checkpoint.paths import RemotePath, path_of
 from manyhands.errors import BadInput, ManyhandsError
+from refusals import refused
 
 
 class ArrowDisk(ArrowFSWrapper):
@@ -52,9 +53,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePat
     found.remove()
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
+def test_what_names_a_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, found in [
         ("runs/mine", Path("runs/mine")),
         (Path("/runs/mine"), Path("/runs/mine")),
         ("file:///runs/my%20own", Path("/runs/my own")),
@@ -62,27 +62,18 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePat
         ("memory://runs/mine", RemotePath("memory://runs/mine")),
         ("memory://runs/mine//", RemotePath("memory://runs/mine")),
         (RemotePath("memory://a"), RemotePath("memory://a")),
-    ],
-)
-def test_what_names_a_run_directory(given: str | AnyPath, found: AnyPath) -> None:
-    assert path_of(given) == found
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("nosuch://a/b", r"nosuch:// is not a known file system.*hdfs.*memory.*s3"),
-        ("absent://a/b", r"needs a package that is not installed: Get absent for absent; pip install absentfs"),
-        (Path("memory://a/b"), r"pathlib.Path cannot hold a URL and has turned it into 'memory:/a/b'"),
-        ("file://runs/mine", r"names the host runs, .*: write file:///runs/mine"),
-        ("memory://a/*", r"contains \* \? \[ or \]"),
-    ],
-)
-def test_what_names_none(given: str | AnyPath, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ]:
+        assert path_of(given) == found
     absent = {"class": "absentfs.AbsentFileSystem", "err": "Get absent for absent"}
     monkeypatch.setitem(known_implementations, "absent", absent)
-    with pytest.raises(BadInput, match=says):
-        path_of(given)
+    for given, words in [
+        ("nosuch://a/b", "nosuch:// is not a known file system.*hdfs.*memory.*s3"),
+        ("absent://a/b", "needs a package that is not installed: Get absent for absent; pip install absentfs"),
+        (Path("memory://a/b"), "pathlib.Path cannot hold a URL and has turned it into 'memory:/a/b'"),
+        ("file://runs/mine", "names the host runs, .*: write file:///runs/mine"),
+        ("memory://a/*", r"contains \* \? \[ or \]"),
+    ]:
+        refused(words, path_of, given)
 
 
 def test_a_folder_and_its_files(folder: RemotePath) -> None:
