@@ -132,6 +132,11 @@ HANGS: dict[str, tuple[tuple[int, int], list[tuple[int, str, int, float, float]]
         [(-1, "wait", 0, 50.0, 50.0), (0, "compute", 50, 0.0, 50.0), (1, "compute", 50, 0.0, 50.0)],
         [(50.0, None)],
     ),
+    "an idle shard hangs nobody while the workers are in user code": (
+        (2, 1),
+        [(-1, "wait", 0, 50.0, 50.0), (0, "user", 0, 50.0, 50.0), (1, "user", 0, 50.0, 50.0)],
+        [(50.0, None)],
+    ),
     "an idle shard is not blamed for a hang of all workers": (
         (2, 1),
         [(0, "exchange", 3, 0.0, 1.0), (1, "exchange", 3, 0.0, 2.0), (-1, "wait", 0, 12.0, 11.5)],

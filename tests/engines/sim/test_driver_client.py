@@ -85,6 +85,7 @@ def end_of(*pauses: tuple[float, float], own_turn_s: float = 0.0) -> float:
 def test_a_pause_is_no_time_to_compute_in() -> None:
     """One pause after the other; where they overlap they are one. In its own turn it comes before the next work."""
     assert [end_of((1, 2)), end_of((1, 7)), end_of((4, 2)), end_of(own_turn_s=10)] == [6, 11, 4, 14]
+    assert end_of((1, 7), (2, 1)) == 11
     assert end_of((0.5, 1), (1, 2), (5, 1)) == pytest.approx(4 + 2.5 + 1)
 
 
