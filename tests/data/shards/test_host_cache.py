@@ -19,8 +19,10 @@ from manyhands.data.shards import host_cache as module
 from manyhands.data.shards.host_cache import HostCache, default_folder, key_of
 from manyhands.data.shards.source import shards
 from manyhands.errors import BadInput, ManyhandsError
-from open_files import open_files
+from refusals import refused
 from shard_files import write
+
+SIZE = 2_600  # of such a block's file, about
 
 
 def batches(number: int, rows: int = 100) -> list[pa.RecordBatch]:
@@ -31,11 +33,12 @@ def numbers(found: list[pa.RecordBatch]) -> set[int]:
     return {value for batch in found for value in batch.column("x").to_pylist()}
 
 
-SIZE = 2_600  # of such a block's file, about
-
-
 def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".arrow")
+
+
+def there() -> Any:
+    pytest.fail("it is there, and was made again")
 
 
 def test_a_block_is_made_once_and_mapped_after_that(tmp_path: Path) -> None:
@@ -81,30 +84,23 @@ def test_threads_that_ask_for_the_same_block_wait_for_one(tmp_path: Path) -> Non
 
 
 def test_the_oldest_go_and_the_newest_stays(tmp_path: Path) -> None:
-    cache = HostCache(tmp_path, 3 * SIZE)
+    cache, mapped = HostCache(tmp_path, 3 * SIZE), {}
     for i in range(3):
-        cache.block(f"k{i}", lambda i=i: batches(i))  # type: ignore[misc]
+        mapped[i], _ = cache.block(f"k{i}", lambda i=i: batches(i))
         os.utime(tmp_path / f"k{i}.arrow", (i, i))
-    cache.block("k0", lambda: pytest.fail("it is there"))  # is used now, so k1 is the oldest
+    cache.block("k0", there)  # is used now, so k1 is the oldest
     cache.block("k3", lambda: batches(3))
     assert sorted(path.stem for path in tmp_path.glob("*.arrow")) == ["k0", "k2", "k3"]
+    assert not cache.has("k1")
+    assert numbers(mapped[1]) == {1}  # who has mapped a block keeps it
     cache.block("k4", lambda: batches(4, 10_000))  # larger than all that may be held: it stays, alone
     assert [path.stem for path in tmp_path.glob("*.arrow")] == ["k4"]
-
-
-def test_who_has_mapped_a_block_keeps_it(tmp_path: Path) -> None:
-    cache = HostCache(tmp_path, SIZE)
-    found, _ = cache.block("k0", lambda: batches(5))
-    cache.block("k1", lambda: batches(6))
-    assert not cache.has("k0")
-    assert numbers(found) == {5}
 
 
 def test_a_block_that_others_remove_at_once_is_mapped_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where two workers write more than the limit holds, each removes the other's block."""
-    cache = HostCache(tmp_path)
     replace, made = Path.replace, []
 
     def replaced(self: Path, target: Path) -> Path:
@@ -112,12 +108,8 @@ def test_a_block_that_others_remove_at_once_is_mapped_all_the_same(
         Path(target).unlink()
         return target
 
-    def make() -> list[pa.RecordBatch]:
-        made.append(1)
-        return batches(5)
-
     monkeypatch.setattr(Path, "replace", replaced)
-    found, was_there = cache.block("k", make)
+    found, was_there = HostCache(tmp_path).block("k", lambda: made.append(1) or batches(5))
     assert (numbers(found), was_there, made) == ({5}, False, [1])
 
 
@@ -133,25 +125,20 @@ def test_who_comes_when_a_block_has_just_got_its_name_leaves_no_file(
         return opened(path, *options, **named)
 
     monkeypatch.setattr(os, "open", late)
-    found, was_there = cache.block("k", lambda: pytest.fail("it is there"))
+    found, was_there = cache.block("k", there)
     assert (numbers(found), was_there) == ({5}, True)
     assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "other"])
-def test_what_a_crash_left_is_made_again(tmp_path: Path, damage: str) -> None:
-    cache = HostCache(tmp_path)
-    cache.block("k", lambda: batches(5))
+def test_what_a_crash_left_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "k.arrow"
-    path.write_bytes({"empty": b"", "cut": path.read_bytes()[:-20], "other": b"x" * 5000}[damage])
-    found, was_there = HostCache(tmp_path).block("k", lambda: batches(6))
-    assert (numbers(found), was_there) == ({6}, False)
-
-
-def test_an_unfinished_file_of_nobody_is_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "k.part").write_bytes(b"half" * 1000)
-    found, _ = HostCache(tmp_path).block("k", lambda: batches(6))
-    assert numbers(found) == {6}
+    HostCache(tmp_path).block("k", lambda: batches(5))
+    for damaged in (b"", path.read_bytes()[:-20], b"x" * 5000):
+        path.write_bytes(damaged)
+        found, was_there = HostCache(tmp_path).block("k", lambda: batches(6))
+        assert (numbers(found), was_there) == ({6}, False), damaged[:10]
+    (tmp_path / "l.part").write_bytes(b"half" * 1000)  # an unfinished file of nobody is taken over
+    assert numbers(HostCache(tmp_path).block("l", lambda: batches(6))[0]) == {6}
     assert left(tmp_path) == []
 
 
@@ -167,25 +154,14 @@ def test_unfinished_files_of_nobody_go_first_and_those_that_are_written_stay(tmp
     assert cache.has("k")
 
 
-def test_an_error_of_the_reading_leaves_nothing_and_others_may_try(tmp_path: Path) -> None:
+def test_an_error_of_reading_or_writing_leaves_nothing_and_others_may_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = HostCache(tmp_path)
 
     def fails() -> Iterator[pa.RecordBatch]:
         yield batches(1)[0]
         raise BadInput("a.csv is damaged")
-
-    before = open_files()
-    for _ in range(2):
-        with pytest.raises(BadInput, match="a.csv is damaged"):
-            cache.block("k", fails)
-        assert left(tmp_path) == []
-        assert not cache.has("k")
-    assert open_files() <= before
-    assert numbers(cache.block("k", lambda: batches(2))[0]) == {2}
-
-
-def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, fdopen = HostCache(tmp_path), os.fdopen
 
     class Full(io.FileIO):
         def write(self, data: Any) -> int:
@@ -193,14 +169,18 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(data) or 0
 
-    monkeypatch.setattr(os, "fdopen", lambda file, mode: Full(file, mode))
-    with pytest.raises(
-        ManyhandsError, match=r"cache folder .* cannot be used \(No space left on device\): give a smaller cache="
-    ):
-        cache.block("k", lambda: batches(1))
+    for _ in range(2):
+        refused("a.csv is damaged", cache.block, "k", fails)
+        assert left(tmp_path) == []
+        assert not cache.has("k")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", lambda file, mode: Full(file, mode))
+        words = r"cache folder .* cannot be used \(No space left on device\): give a smaller cache="
+        refused(words, cache.block, "k", lambda: batches(1), kind=ManyhandsError)
     assert left(tmp_path) == []
     assert not cache.has("k")
-    monkeypatch.setattr(os, "fdopen", fdopen)
+    opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
     assert numbers(cache.block("k", lambda: batches(2))[0]) == {2}
 
 
@@ -217,9 +197,7 @@ def test_a_writer_that_writes_nothing_for_long_is_named(tmp_path: Path, monkeypa
         assert (tmp_path / "k.part").exists()  # it is another's
 
 
-def test_a_lock_ends_with_the_writing_also_where_a_forked_process_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_ends_with_the_writing_also_where_a_forked_process_has_it(tmp_path: Path) -> None:
     """A process that forks while a thread writes gives its child the descriptor."""
     cache, kept = HostCache(tmp_path), []
 
@@ -242,7 +220,7 @@ def test_a_lock_ends_with_the_writing_also_where_a_forked_process_has_it(
             os.close(file)
 
 
-def test_values_are_made_once_as_json(tmp_path: Path) -> None:
+def test_values_are_made_once_as_json_where_they_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, made = HostCache(tmp_path), []
 
     def make() -> Any:
@@ -256,17 +234,14 @@ def test_values_are_made_once_as_json(tmp_path: Path) -> None:
     assert len(made) == 2
     assert left(tmp_path) == ["k.json"]
 
-
-def test_where_no_value_can_be_kept_it_is_made_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = HostCache(tmp_path)
-
     def full(self: Path, text: str) -> int:
         self.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert [cache.json("k", lambda: [1]) for _ in range(2)] == [[1], [1]]
-    assert left(tmp_path) == []
+    assert [cache.json("l", make) for _ in range(2)] == [{"a": [1, None]}] * 2
+    assert len(made) == 4
+    assert left(tmp_path) == ["k.json"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
@@ -275,48 +250,31 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
     paths = write(tmp_path, "parquet", [9])
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-        with pytest.raises(
-            BadInput, match=r"cache folder .* cannot be written to .*: name another one with cache_folder="
-        ) as error:
-            open_source(shards(paths, cache="1MB", cache_folder=folder))
-        assert error.value.exit_code == 2
-        with pytest.raises(BadInput, match="cannot be written to"):
-            open_source(shards(paths, shuffle=True, cache_folder=folder))
+        words = "cache folder .* cannot be written to .*: name another one with cache_folder="
+        refused(words, open_source, shards(paths, cache="1MB", cache_folder=folder))
+        refused("cannot be written to", open_source, shards(paths, shuffle=True, cache_folder=folder))
+    monkeypatch.setenv("MANYHANDS_CACHE", "/proc/none")  # there no index is kept
+    for _ in range(2):
+        source = open_source(shards(write(tmp_path, "tar", [9])))
+        assert (source.rows, source.counters.bytes > 0) == (9, True)
 
     def locked(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", locked)
-    with pytest.raises(BadInput, match=r"cannot be written to \(No locks available\)"):
-        HostCache(tmp_path / "nfs")
+    refused(r"cannot be written to \(No locks available\)", HostCache, tmp_path / "nfs")
     assert left(tmp_path / "nfs") == []
-
-
-def test_no_index_is_kept_where_the_users_folder_cannot_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MANYHANDS_CACHE", "/proc/none")
-    for _ in range(2):
-        source = open_source(shards(write(tmp_path, "tar", [9])))
-        assert source.rows == 9
-        assert source.counters is not None
-        assert source.counters.bytes > 0
 
 
 def test_a_disk_or_limit_that_is_too_small_is_refused_before_training(tmp_path: Path) -> None:
     paths = write(tmp_path, "parquet", [900])
-    with pytest.raises(
-        BadInput, match=r"a cache of .* was asked for, and the disk of .* has .* free: give a smaller one"
-    ):
-        open_source(shards(paths, cache="900TB"))
-    with pytest.raises(
-        BadInput,
-        match=r'the rows are about .* when decoded, and the cache in .* may hold 1.0 KB: .*shuffle="blocks:16"',
-    ):
-        open_source(shards(paths, shuffle=True, cache="1KB"))
+    words = "a cache of .* was asked for, and the disk of .* has .* free: give a smaller one"
+    refused(words, open_source, shards(paths, cache="900TB"))
+    words = 'the rows are about .* when decoded, and the cache in .* may hold 1.0 KB: .*shuffle="blocks:16"'
+    refused(words, open_source, shards(paths, shuffle=True, cache="1KB"))
 
 
-def test_the_default_folder_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_limit_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_CACHE", "/a/b")
     assert default_folder() == Path("/a/b")
     monkeypatch.delenv("MANYHANDS_CACHE")
@@ -324,11 +282,7 @@ def test_the_default_folder_and_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     assert default_folder() == Path("/c/manyhands")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == Path.home() / ".cache" / "manyhands"
-    limit = HostCache(tmp_path).limit
-    assert limit is not None
-    assert 0 < limit < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-
-
-def test_keys() -> None:
+    disk = os.statvfs(tmp_path)
+    assert 0 < HostCache(tmp_path).limit < disk.f_blocks * disk.f_frsize
     assert key_of("a", 1) == key_of("a", 1)
     assert len({key_of("a", 1), key_of("a", 2), key_of("a1"), key_of("a", [1])}) == 4
