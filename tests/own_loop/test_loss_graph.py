@@ -24,6 +24,7 @@ from manyhands.worker import Worker
 
 ROWS = 8
 LINEAR = nn.Linear(5, 3)
+AS_MANY = nn.Parameter(torch.rand(ROWS, 2))
 TARGETS, LABELS = torch.rand(ROWS, 3), torch.arange(ROWS) % 3
 Loss = Callable[[Tensor], Tensor]
 
@@ -51,6 +52,7 @@ MEANS: dict[str, Loss] = {
     "features of the mean": lambda z: torch.cat([z] * 8, 1).square().mean(0).sum(),
     "features of the mean, from behind": lambda z: torch.cat([z] * 8, 1).square().mean(-2).sum(),
     "penalties": lambda z: F.mse_loss(z, TARGETS) + sum(p.abs().sum() for p in LINEAR.parameters()),
+    "a penalty of as many rows": lambda z: F.mse_loss(z, TARGETS) + AS_MANY.square().sum(),
     "tasks": lambda z: torch.stack([z[:, i].mean() for i in (0, 1, 2, 0, 1, 2, 0, 1)]).sum(),
     "a small factor": lambda z: F.mse_loss(z, TARGETS) + 1e-3 * z.square().sum(),
     "a norm": lambda z: z.norm(),

@@ -40,6 +40,9 @@ SCRIPTS = {
         "t",
     ),
     "one batch of a fresh iterator each step": ("+t t -t ! +t t -t ! +t t -t ! +t t -t !", "WPSS", "t"),
+    "evaluation goes along batch by batch": ("+e e e +t e t ! e t ! e t !", "WWWW WP WS", "t"),
+    "and had no autograd at first": ("+e e? +t e t ! e t ! e t !", "WWW WP WS", "t"),
+    "a batch of before the last backward": ("+t +e e +o o ! t !", "WWW", "ot"),
     "a look at one batch of another loader": ("+t t +e e -e ! t +e e -e ! t +e e -e ! t +e e -e !", "WW PW SW SW", "t"),
 }
 """Of each: + a pass begins at the site, its letter fetches a batch (? without autograd), ! a backward, - it ends; what its
