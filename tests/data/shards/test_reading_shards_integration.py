@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.callbacks.base import Callback
-from manyhands.data.shards.host_cache import HostCache
+from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.events import Event
@@ -34,129 +33,67 @@ from pathlib import Path
 import pyarrow as pa
 from manyhands.data.shards.host_cache import HostCache
 
-folder, log, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-cache = HostCache(folder)
+folder, number, stops = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "stops"
 
 def make():
-    with log.open("a") as file:
+    with (folder / "log").open("a") as file:
         file.write(f"{number}\\n")
     for i in range(20):
-        if i == 10:
+        if i == 10 and stops:
             print("half", flush=True)
-            if sys.argv[4] == "stops":
-                sys.stdin.readline()
+            sys.stdin.readline()
         yield pa.record_batch({"x": pa.array([number] * 10_000)})
 
 print("ready", flush=True)
 sys.stdin.readline()
-batches, was_there = cache.block("k", make)
-print(sum(batch.num_rows for batch in batches), batches[0].column("x")[0], batches[-1].column("x")[0], was_there, flush=True)
+batches, was_there = HostCache(folder / "cache").block("k", make)
+print(sum(batch.num_rows for batch in batches), batches[0].column("x")[0], batches[-1].column("x")[0], was_there)
 """
 
 
-@contextmanager
-def writers(tmp_path: Path, *ends: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that ask for the same block of a cache; each begins with a line from here."""
+@pytest.mark.slow
+def test_who_waits_for_a_writer_that_is_killed_writes_the_block_and_all_others_map_it(tmp_path: Path) -> None:
+    """What it left half written is taken over, by one of those who wait."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "cache"), str(tmp_path / "log"), str(number), end],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number, end in enumerate(ends)
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(number), end], **pipes)
+        for number, end in enumerate(["stops", "goes on", "goes on"])
     ]
     try:
+        assert [one.stdout.readline() for one in started] == ["ready\n"] * 3
         for one in started:
-            assert one.stdout is not None
-            assert one.stdout.readline() == "ready\n"
-        yield started
+            one.stdin.write("\n")
+            one.stdin.flush()
+            if one is started[0]:
+                assert one.stdout.readline() == "half\n"
+        assert (tmp_path / "cache" / "k.part").stat().st_size > 0
+        started[0].kill()
+        said = [one.communicate(timeout=60)[0].strip() for one in started[1:]]
     finally:
         for one in started:
             one.kill()
             one.communicate(timeout=10)
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def test_processes_that_ask_for_the_same_block_map_what_one_of_them_wrote(tmp_path: Path) -> None:
-    with writers(tmp_path, "goes on", "goes on", "goes on") as processes:
-        for one in processes:
-            go(one)
-        said = [one.communicate(timeout=60)[0].splitlines() for one in processes]
-    made = (tmp_path / "log").read_text().split()
-    assert len(made) == 1
-    assert sorted(lines[-1] for lines in said) == [
-        f"200000 {made[0]} {made[0]} {there}" for there in (False, True, True)
-    ]
+    killed, writer = (tmp_path / "log").read_text().split()
+    assert killed == "0"
+    assert sorted(said) == [f"200000 {writer} {writer} {there}" for there in (False, True)]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.arrow"]
 
 
-def test_who_waits_for_a_writer_that_is_killed_writes_the_block(tmp_path: Path) -> None:
-    """What it left half written is taken over, by one of those who wait."""
-    with writers(tmp_path, "stops", "goes on", "goes on") as (first, *others):
-        go(first)
-        assert line(first) == "half"
-        for one in others:
-            go(one)
-        assert (tmp_path / "cache" / "k.part").stat().st_size > 0
-        first.send_signal(signal.SIGKILL)
-        said = [one.communicate(timeout=60)[0].splitlines() for one in others]
-    made = (tmp_path / "log").read_text().split()
-    assert made[0] == "0"
-    assert len(made) == 2
-    assert sorted(lines[-1] for lines in said) == [f"200000 {made[1]} {made[1]} {there}" for there in (False, True)]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.arrow"]
-
-
-def test_a_killed_writer_leaves_a_file_that_a_later_run_takes(tmp_path: Path) -> None:
-    with writers(tmp_path, "stops") as (process,):
-        go(process)
-        assert line(process) == "half"
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.part"]
-    found, was_there = HostCache(tmp_path / "cache").block("k", lambda: [pa.record_batch({"x": [7]})])
-    assert (found[0].to_pydict(), was_there) == ({"x": [7]}, False)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.arrow"]
-
-
-def test_a_disk_that_takes_no_more_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_named_and_nothing_is_left(tmp_path: Path, cache_folder: Path) -> None:
     """Here by a limit of the system on the size of a file: writing fails as it does on a full disk."""
-    script = """
-import resource, signal, sys
-from manyhands.data.shards.source import shards
-from manyhands.data.open_source import open_source
-from manyhands.data.feed import Feed
-from manyhands.errors import ManyhandsError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-feed = Feed(open_source(shards(sys.argv[1], cache="1MB")), batch_size=10)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    list(feed.epoch(0))
-except ManyhandsError as error:
-    print(error)
-"""
     pq.write_table(pa.table({"x": range(10_000)}), tmp_path / "a.parquet")
-    environment = {**os.environ, "MANYHANDS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "a.parquet")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert "cannot be used (File too large): give a smaller cache=, or another folder" in done.stdout, done.stderr
-    assert list((tmp_path / "cache").iterdir()) == []
+    feed = Feed(open_source(mh.shards(tmp_path / "a.parquet", cache="1MB")), batch_size=10)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(
+            ManyhandsError, match=r"cannot be used \(File too large\): give a smaller cache=, or another"
+        ):
+            list(feed.epoch(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(cache_folder.iterdir()) == []
 
 
 # Memory
@@ -179,78 +116,42 @@ before = now("RssAnon")
 resource.setrlimit(resource.RLIMIT_DATA, (now("VmData") + limit,) * 2)
 rows = most = total = 0
 for part in feed.epoch(0):
-    total += int(part.batch["cls" if "cls" in part.batch else "x"].sum())
+    total += int(part.batch["cls"].sum())
     rows += part.rows
     most = max(most, now("RssAnon"))
 print(rows, total, most - before)
 """
 MB = 1_000_000
-FLOATS = 250_000  # of 1 MB
-
-
-def parquet_file(folder: Path, size: int, group: int) -> int:
-    """Of `size` MB, rows of 10 KB, row groups of `group` MB."""
-    schema = pa.schema([("x", pa.int64()), ("v", pa.list_(pa.float32()))])
-    drawn = np.random.default_rng(0)
-    with pq.ParquetWriter(folder / "a.parquet", schema, compression="none", use_dictionary=False) as writer:
-        for first in range(0, size * 100, group * 100):
-            rows = min(group, size - first // 100) * 100
-            values = drawn.random(rows * 2500, dtype=np.float32)
-            lists = pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32) * 2500, pa.array(values))
-            writer.write_table(pa.table([pa.array(np.arange(first, first + rows)), lists], schema=schema), group * 100)
-    return size * 100
-
-
-def tar_file(folder: Path, size: int, group: int) -> int:
-    """Of `size` MB, rows of 100 KB."""
-    drawn = np.random.default_rng(0)
-    with tarfile.open(folder / "a.tar", "w") as archive:
-        for i in range(size * 10):
-            for suffix, data in (("bin", drawn.bytes(98_000)), ("cls", b"%d" % i)):
-                info = tarfile.TarInfo(f"{i:07}.{suffix}")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return size * 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("write", "group", "shuffle", "limit"),
+    ("name", "options", "shuffle"),
     [
-        (parquet_file, 64, "blocks:4", 200 * MB),
-        (parquet_file, 640, "blocks:16", 160 * MB),
-        (parquet_file, 8, "blocks:16", 320 * MB),
-        (tar_file, 0, "blocks:4", 200 * MB),
+        ("a.parquet", {"row_group_bytes": "64MB"}, "blocks:4"),
+        ("a.parquet", {"row_group_bytes": "320MB"}, "blocks:16"),
+        ("a.tar", {}, "blocks:4"),
     ],
 )
-def test_an_epoch_of_four_times_the_memory(
-    tmp_path: Path, write: Callable[[Path, int, int], int], group: int, shuffle: str, limit: int
-) -> None:
+def test_an_epoch_of_twice_the_memory(tmp_path: Path, name: str, options: dict[str, Any], shuffle: str) -> None:
     """Whatever the row groups are like; the system refuses a reader more than the limit, stacks of its threads among it."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    rows = write(folder, 4 * limit // MB, group)
+    (folder := tmp_path / "data").mkdir()
+    rows, limit, drawn = 4_000, 200 * MB, np.random.default_rng(0)
+    mh.write_shards(({"cls": i, "v": drawn.random(25_000, np.float32)} for i in range(rows)), folder / name, **options)
     environment = {
         **os.environ,
-        "MANYHANDS_CACHE": str(tmp_path / "cache"),
         "ARROW_DEFAULT_MEMORY_POOL": "system",  # others reserve a gigabyte that they may never touch
         "ARROW_IO_THREADS": "2",  # each has a stack of 8 MB
     }
+    command = [sys.executable, "-c", READER, str(folder), shuffle, str(limit)]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", READER, str(folder), shuffle, str(limit)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
     finally:
-        for path in folder.iterdir():
-            path.unlink()
+        (folder / name).unlink()
     assert done.returncode == 0, done.stderr
     seen, total, growth = map(int, done.stdout.split())
     assert (seen, total) == (rows, rows * (rows - 1) // 2)
-    assert growth <= min(limit, 256 * MB), growth
+    assert growth <= limit, growth
 
 
 # Runs
@@ -293,45 +194,35 @@ def task(folder: Path, shuffle: Any, **fields: Any) -> mh.Task:
     )
 
 
-def train(given: mh.Task, local: Local, workers: int, **options: Any) -> mh.Run:
-    return mh.train(given, engine=local, workers=workers, threads_per_worker=1, **options)
+def train(given: mh.Task, engine: Any, workers: int, **options: Any) -> mh.Run:
+    return mh.train(given, engine=engine, workers=workers, **options)
 
 
-def losses(run: mh.Run) -> list[float]:
-    return [row["loss"] for row in run.history]
+def test_two_workers_train_as_one_at_their_own_pace_and_after_a_resume(tmp_path: Path, local: Local) -> None:
+    """CASE 2, CASE 19: and every row once an epoch, also where another number of workers ends one that was begun."""
+    folder = tmp_path / "rows"
+    parquet_rows(folder)
+    given = task(folder, "blocks:3")
+    one, two = train(given, "sim", 1), train(given, local, 2)
+    part = train(task(folder, "blocks:3", max_steps=11), "sim", 2, run_dir=tmp_path / "run")
+    assert part.steps == 11  # of 8 an epoch
+    rest = train(given, "sim", 1, run_dir=tmp_path / "run", resume=True)
+    for run in (two, rest):
+        assert run.steps == one.steps == 24
+        assert float((one.parameters - run.parameters).abs().max()) < 1e-10
+        assert run.rows["total"] == one.rows["total"] == 3 * 58
+        assert run.rows["unused"] == 0
+    assert [row["loss"] for row in two.history] == pytest.approx([row["loss"] for row in one.history], abs=1e-10)
+    leased = train(given, local, 2, strategy="downpour")
+    assert leased.rows["total"] == sum(leased.rows["workers"]) == 3 * 58
 
 
-@pytest.mark.parametrize(("write", "shuffle"), [(parquet_rows, "blocks:3"), (tar_rows, "blocks:3"), (tar_rows, True)])
-def test_two_workers_train_as_one(tmp_path: Path, write: Callable[[Path], None], shuffle: Any, local: Local) -> None:
-    """CASE 2: and every row once an epoch."""
-    write(tmp_path / "rows")
-    one, two = (train(task(tmp_path / "rows", shuffle), local, workers) for workers in (1, 2))
-    assert losses(two) == pytest.approx(losses(one), abs=1e-10)
+@pytest.mark.parametrize("shuffle", ["blocks:3", True])
+def test_two_workers_train_members_of_tars_as_one(tmp_path: Path, shuffle: Any) -> None:
+    tar_rows(tmp_path / "rows")
+    one, two = (train(task(tmp_path / "rows", shuffle), "sim", workers) for workers in (1, 2))
     assert float((one.parameters - two.parameters).abs().max()) < 1e-10
     assert one.rows["total"] == two.rows["total"] == sum(two.rows["workers"]) == 3 * 58
-    assert one.rows["unused"] == two.rows["unused"] == 0
-
-
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(
-    tmp_path: Path, first: int, then: int, local: Local
-) -> None:
-    """CASE 19: what remained of the epoch comes once."""
-    parquet_rows(tmp_path / "rows")
-    given = task(tmp_path / "rows", "blocks:3")
-    whole = train(given, local, 1)
-    part = train(task(tmp_path / "rows", "blocks:3", max_steps=11), local, first, run_dir=tmp_path / "run")
-    assert part.steps == 11  # of 8 an epoch
-    rest = train(given, local, then, run_dir=tmp_path / "run", resume=True)
-    assert rest.steps == whole.steps == 24
-    assert float((rest.parameters - whole.parameters).abs().max()) < 1e-10
-    assert rest.rows["total"] == whole.rows["total"]
-
-
-def test_at_their_own_pace_workers_train_each_row_once(tmp_path: Path, local: Local) -> None:
-    parquet_rows(tmp_path / "rows")
-    run = train(task(tmp_path / "rows", "blocks:3"), local, 2, strategy="downpour")
-    assert run.rows["total"] == sum(run.rows["workers"]) == 3 * 58
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -348,12 +239,56 @@ def test_files_that_cannot_be_read_are_refused_before_anything_starts(tmp_path: 
         assert error.value.exit_code == 2
 
 
-def test_a_file_that_is_deleted_while_a_run_trains_is_named(tmp_path: Path, local: Local) -> None:
-    parquet_rows(tmp_path / "rows")
+def test_what_two_workers_meet_while_they_train_is_named(tmp_path: Path, local: Local) -> None:
+    """A column that the loss asks for, a stream that has too few rows, and a file that is deleted."""
+    parquet_rows(folder := tmp_path / "rows")
+    directory = tmp_path / "run"
+    lacks = task(folder, None).with_fields(
+        train_data=mh.shards(folder, columns=["v"]), loss=lambda m, batch: batch["y"]
+    )
+    with pytest.raises(BadInput, match="column 'y'") as error:
+        train(lacks, local, 2, run_dir=directory)
+    assert error.value.exit_code == 2
+    assert not directory.exists()
+    short = task(folder, None, epochs=1, max_steps=100).with_fields(train_data=mh.shards(folder, counted=False))
+    with pytest.raises(BadInput, match="max_steps=100 .* steps in 1 epoch") as error:
+        train(short, local, 2, run_dir=directory)
+    assert error.value.exit_code == 2
+    (saved,) = (path.name for path in (directory / "checkpoints").iterdir())
+    assert f"{int(saved.removeprefix('step-'))} steps" in str(error.value)
 
     class Deletes(Callback):
         def on_epoch(self, event: Event) -> None:
-            (tmp_path / "rows" / "3.parquet").unlink()
+            (folder / "3.parquet").unlink()
 
     with pytest.raises(ManyhandsError, match=r"3\.parquet does not exist on "):
-        train(task(tmp_path / "rows", "blocks:3"), local, 2, callbacks=[Deletes()])
+        train(task(folder, "blocks:3"), local, 2, callbacks=[Deletes()])
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
+    parquet_rows(tmp_path / "rows")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "manyhands", "train", "program.py:lacks", "-n", "2", "--run-dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "column 'y'" in line] == [one for one in lines if one.startswith("manyhands: ")][
+        -1:
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+PROGRAM = """
+import torch
+import manyhands as mh
+
+
+def lacks():
+    return mh.Task(
+        model=lambda: torch.nn.Linear(3, 1), loss=lambda model, batch: (model(batch["v"].float()) - batch["y"]).mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        train_data=mh.shards("rows", columns=["v"]), batch_size=4,
+    )
+"""
