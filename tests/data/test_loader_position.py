@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 import manyhands as mh
+from manyhands.checkpoint import checkpoints
 from manyhands.data.feed import Feed
 from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.open_source import open_source
 from manyhands.data.source import Slice
-from manyhands.errors import BadInput
+from manyhands.engines.local.engine import Local
+from refusals import refused
 
 ROWS, BATCH = 40, 4
 
@@ -76,20 +78,16 @@ def values(parts: list[Slice]) -> list[list[float]]:
     return [torch.cat(part.batch, 1).flatten().tolist() for part in parts if part.batch is not None]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_number_of_workers_goes_on_where_others_stopped_and_reads_nothing_twice(size: int) -> None:
-    whole = [slices(rank, size, Rows()) for rank in range(size)]
+def test_any_number_of_workers_goes_on_where_others_stopped_and_reads_nothing_twice() -> None:
     stopped = slices(1, 2, Rows())[3]  # the loader has given all of its batches by then
-    for rank in range(size):
-        rows = Rows()
-        rest = slices(rank, size, rows, begun=stopped)
-        assert rows.read == list(range(16, ROWS))
-        assert [part.index for part in rest] == list(range(4, 10))
-        assert values(rest) == values(whole[rank][4:])
-
-
-def test_at_the_end_of_an_epoch_nothing_is_read() -> None:
-    rows = Rows()
+    for size in (1, 2, 3):
+        for rank in range(size):
+            rows = Rows()
+            rest = slices(rank, size, rows, begun=stopped)
+            assert rows.read == list(range(16, ROWS))
+            assert [part.index for part in rest] == list(range(4, 10))
+            assert values(rest) == values(slices(rank, size, Rows())[4:]), (rank, size)
+    rows = Rows()  # at the end of an epoch nothing is read
     assert slices(0, 1, rows, begun=slices(0, 1, Rows())[-1]) == []
     assert rows.read == []
 
@@ -102,20 +100,18 @@ def test_what_cannot_go_on_by_itself_reads_and_drops() -> None:
     assert rows.read == list(range(ROWS))
     assert stopped.loader is not None
     position, more = stopped.loader, Remembering(Rows())
-    assert position.fits(more, 0, 4)
-    assert not position.fits(more, 0, 5)
-    assert not position.fits(more, 1, 4)
+    assert [position.fits(more, *at) for at in ((0, 4), (0, 5), (1, 4))] == [True, False, False]
     more.num_workers = 2  # a state is of as many processes as there were
     assert not position.fits(more, 0, 4)
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return (model(batch[0] / ROWS) - batch[1]).square().mean()
+    return (model(batch[0].double() / ROWS) - batch[1]).square().mean()
 
 
 def train(loader: Remembering, **options: Any) -> mh.Run:
-    fields = {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 2} | options
-    return mh.train(model=lambda: nn.Linear(1, 1), loss=loss, train_data=loader, workers=1, **fields)
+    fields = {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 2, "workers": 1}
+    return mh.train(model=lambda: nn.Linear(1, 1).double(), loss=loss, train_data=loader, **fields | options)
 
 
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
@@ -130,9 +126,40 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(tmp_path: P
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("extra", [Path("a"), lambda: None])
-def test_a_state_that_no_checkpoint_keeps_is_refused_before_a_step(extra: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"state_dict\(\) of the DataLoader holds .* numbers, texts and tensors"):
-        train(Remembering(Rows(), extra), run_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_two_workers_keep_one_state_and_one_goes_on(tmp_path: Path, local: Local) -> None:
+    whole = train(Remembering(Rows()))
+    train(Remembering(Rows()), workers=2, engine=local, run_dir=tmp_path / "run", max_steps=2)
+    saved = checkpoints.newest(tmp_path / "run" / "checkpoints", pytest.fail)
+    assert [saved.values(rank)["position"]["loader"] is None for rank in range(2)] == [False, True]
+    loader = Remembering(Rows())
+    run = train(loader, run_dir=tmp_path / "run", resume=True)
+    assert loader.rows.read[: ROWS - 8] == list(range(8, ROWS))
+    for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-10)
+
+
+def test_a_state_that_no_checkpoint_keeps_is_refused_before_a_step(tmp_path: Path) -> None:
+    for extra in (Path("a"), lambda: None):
+        words = r"state_dict\(\) of the DataLoader holds .* numbers, texts and tensors"
+        refused(words, lambda extra: train(Remembering(Rows(), extra), run_dir=tmp_path / "run"), extra)
+        assert not (tmp_path / "run").exists()
     assert train(Remembering(Rows(), {"a": [1, torch.ones(2)], 3: None}), run_dir=tmp_path / "run").steps == 20
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_torchdatas_own_loader(processes: int) -> None:
+    """Where it is installed: its state is kept, read ahead or not, and names the rows that are left."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def feed() -> Feed:
+        rows = torch.utils.data.TensorDataset(torch.arange(40.0))
+        made = stateful.StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=processes)
+        return Feed(open_source(made), rank=0, size=2, states=True)
+
+    parts = list(feed().epoch(0))
+    for stopped in (parts[0], parts[3], parts[9]):
+        again = feed()
+        again.go_on(0, loader=LoaderPosition.read(stopped.loader.text()))
+        left, wanted = list(again.epoch(0, stopped.index + 1)), parts[stopped.index + 1 :]
+        assert [part.index for part in left] == [part.index for part in wanted]
+        assert all(torch.equal(a.batch[0], b.batch[0]) for a, b in zip(left, wanted, strict=True))
