@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import manyhands as mh
 import plain
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
+from manyhands.own_loop import backward_watch
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
@@ -41,6 +43,24 @@ def branches() -> nn.Module:
 
 def flat_gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def test_a_pair_may_be_collected_while_another_one_begins() -> None:
+    """Python's garbage collector runs anywhere, also where a watcher of backward passes is being added."""
+
+    class Watcher:
+        def __init__(self) -> None:
+            self.worker, self.itself = Worker(), self
+
+    def begins() -> None:
+        with backward_watch._changing:
+            gc.collect()
+
+    backward_watch.watch(Watcher())  # type: ignore[arg-type]
+    thread = threading.Thread(target=begins, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 # -- one worker ------------------------------------------------------------------------------------------------------
