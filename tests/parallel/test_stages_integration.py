@@ -69,7 +69,8 @@ def test_what_a_run_says_of_its_stages(tmp_path: Path) -> None:
     assert run.rows["workers"][1::2] == [0, 0]
     for row in run.history:
         assert all(row[f"{part}_s"] > -1e-3 for part in ("input", "compute", "exchange", "wait"))
-    of_workers = [one for one in map(json.loads, (tmp_path / "events.jsonl").open()) if one["rank"] is not None]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    of_workers = [one for one in events if one["rank"] is not None]
     assert {one["type"] for one in of_workers} >= {"start", "step", "checkpoint", "epoch"}
     assert {one["rank"] for one in of_workers} == {0, 1, 2, 3}
     for one in of_workers:

@@ -80,8 +80,8 @@ def test_workers_write_the_model_and_nobody_has_all_of_it(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {
         *("checkpoints", "config.json", "events.jsonl", "launch.json", "model.safetensors", "result.json")
     }
-    made = Shifted.made
     again = run(tmp_path, resume=True)  # the finished run
+    made = Shifted.made
     for name, value in found.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], value), name
     assert Shifted.made == made + 1
