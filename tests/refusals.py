@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -27,3 +27,13 @@ def refused(
             pytest.fail(f"{named} was refused with other words than {words!r}: {error}")
         return error
     pytest.fail(f"{named} was not refused: {found!r:.300}")
+
+
+def all_refused(
+    call: Callable[[Any], object],
+    cases: Iterable[tuple[Any, str]],
+    kind: type[Exception] | tuple[type[Exception], ...] = BadInput,
+) -> None:
+    """`call(case)` is refused with these words for each (case, words)."""
+    for case, words in cases:
+        refused(words, call, case, kind=kind)

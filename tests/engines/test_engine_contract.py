@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from by_hand import Point
-from refused_cases import all_refused
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -19,6 +18,7 @@ from manyhands.errors import Unsupported
 from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
+from refusals import all_refused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from refused_cases import all_refused
 from torch.distributed import FileStore, HashStore
 
 from manyhands.comm.group import Group
@@ -22,6 +21,7 @@ from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
+from refusals import all_refused
 
 Meetings = Callable[[int], Meet]  # by rank
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from refused_cases import all_refused
 from typing_extensions import override
 
 from manyhands.data.leases import Segment
@@ -19,6 +18,7 @@ from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
 from manyhands.worker import SoloDriverClient, Worker
+from refusals import all_refused
 
 
 class Listening(Observer):

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import pytest
-from refused_cases import all_refused
 
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.quantities import expect_number, read_bandwidth, read_factor, read_items, read_seconds, shown
@@ -15,6 +14,7 @@ from manyhands.engines.roles import Roles
 from manyhands.engines.survive import Survive
 from manyhands.errors import BadInput, UnknownName
 from manyhands.spec import field_docs
+from refusals import all_refused
 
 TIMES = {"0.01": 0.01, "1e-4": 1e-4, "10ms": 0.01, "50us": 5e-5, "50µs": 5e-5, "7ns": 7e-9, "2s": 2.0, "2 s": 2.0}
 BANDWIDTHS = {"1e9": 1e9, "100Mbit": 1e8, "100mbit": 1e8, "100Mbit/s": 1e8, "100Mbps": 1e8, "56kbit": 56e3}

@@ -54,9 +54,10 @@ SCRIPT = """
     from helper_beside_the_script import NAME
     from manyhands.worker import current
     rank = current().rank
-    print(NAME, __name__, sys.argv[1:], os.environ["MANYHANDS_STRATEGY"])
+    print(NAME, __name__, sys.argv[1:], os.environ["MANYHANDS_STRATEGY"], flush=True)
     torch.save(rank, f"saved{rank}")
     class InMain: pass
+    current().group.barrier()  # who exits with an error ends the others
     sys.exit(eval(sys.argv[2]))
 """
 

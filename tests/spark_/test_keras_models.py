@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from refused_cases import all_refused
 from spark_models import line
 
 import manyhands as mh
 from manyhands.errors import BadInput
 from manyhands.spark.keras_models import is_keras, keras_module, metrics_of, single_output_threshold
 from manyhands.spark.stored_model import load, save
+from refusals import all_refused
 
 pytestmark = pytest.mark.slow  # Keras takes seconds to import
 

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from refused_cases import all_refused
 
 import manyhands as mh
 from manyhands.errors import BadInput
+from refusals import all_refused
 from tfrecord_files import examples
 
 TABLE: dict[str, Any] = {

@@ -9,7 +9,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from refused_cases import all_refused
 
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.roles import Roles
@@ -18,6 +17,7 @@ from manyhands.engines.spark.engine import Spark
 from manyhands.engines.spark.job import why
 from manyhands.engines.spark.stage import Busy, Neighbours, check_versions, process_space, wait_until_over
 from manyhands.errors import BadInput, Unsupported
+from refusals import all_refused
 
 
 class Conf:

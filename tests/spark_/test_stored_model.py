@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refused_cases import all_refused
 from spark_models import Classes, line
 from torch import nn
 
@@ -24,6 +23,7 @@ from manyhands.errors import BadInput
 from manyhands.replica.evaluation import AveragedOutputs
 from manyhands.spark import stored_model
 from manyhands.spark.stored_model import load, recipe_of, save
+from refusals import all_refused
 
 
 def test_a_model_comes_back_with_its_buffers(tmp_path: Path) -> None:

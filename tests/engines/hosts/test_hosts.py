@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refused_cases import all_refused
 
 from manyhands import spec
 from manyhands.engines import engine_of
@@ -16,6 +15,7 @@ from manyhands.engines.hosts.engine import Hosts, _common_address
 from manyhands.engines.survive import Survive
 from manyhands.errors import BadInput, ManyhandsError, Preempted
 from manyhands.signals import PREEMPTED
+from refusals import all_refused
 
 
 class NoForks:

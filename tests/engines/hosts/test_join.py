@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
-from refused_cases import all_refused
 
 from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.join import Agent, Join, join
@@ -23,6 +22,7 @@ from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.local.serialization import deserialize, serialize
 from manyhands.errors import BadInput, ManyhandsError, Preempted, WorkerFailed
 from manyhands.transport.channel import Channel
+from refusals import all_refused
 
 Body = dict[str, Any]
 SECRET = Secret(token=b"t" * 32)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from harness import forked, values
-from refused_cases import all_refused
 from torch import Tensor
 
 from manyhands.engines.hosts.message_channel import HostMessage, MessageChannel
@@ -19,6 +18,7 @@ from manyhands.engines.hosts.plain_values import decode, encode
 from manyhands.errors import BadInput, ManyhandsError
 from manyhands.transport.channel import Channel, ChannelClosed
 from manyhands.transport.frame import Frame
+from refusals import all_refused
 
 Ends = tuple[MessageChannel, MessageChannel]
 Raw = tuple[MessageChannel, Channel]

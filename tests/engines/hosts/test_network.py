@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from refused_cases import all_refused
 
 from manyhands.comm.ring import links
 from manyhands.engines.hosts import network
@@ -25,6 +24,7 @@ from manyhands.engines.local.messages import connect_s, last_resort_s
 from manyhands.engines.make_group import Topology, make_group
 from manyhands.errors import BadInput, PeerLost
 from manyhands.transport.channel import Channel, ChannelTimeout
+from refusals import all_refused
 
 NETWORK = Network(
     hosts=[[0, 1], [2]], names=["alpha", "beta"], listen="10.0.0.1", ports=(7000, 7100), secret=Secret(token=b"t" * 32)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
-from refused_cases import all_refused
 
 import manyhands as mh
 import plain
@@ -25,6 +24,7 @@ from manyhands.events import Event
 from manyhands.recording.run import Run
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker, current
+from refusals import all_refused
 
 
 class Seen(mh.Callback):

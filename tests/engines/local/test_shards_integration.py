@@ -12,7 +12,6 @@ import pytest
 import torch
 from driver_script import Script, wait_until
 from joined_run import lives
-from refused_cases import all_refused
 from typing_extensions import override
 
 from manyhands.engines.base import LaunchSpec, Observer
@@ -23,6 +22,7 @@ from manyhands.errors import PeerLost, UnknownName, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
+from refusals import all_refused
 
 
 def served(workers: int = 2, servers: int = 1, bound: int | None = None, **options: Any) -> LaunchSpec:
