@@ -31,7 +31,7 @@ test: lint  ## format, lint, types, layers, and the fast tests
 	$(PYTEST)
 
 test-slow: .venv/installed-dev  ## the slow tests alone
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not nightly"
 
 test-all: test test-slow  ## what continuous integration runs
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-MARKS = {"fast": "not slow and not nightly", "slow": "slow"}
+MARKS = {"fast": "not slow and not nightly", "slow": "slow and not nightly"}
 LIMITS_S = {"fast": (0.0, 2.0), "slow": (2.0, 30.0)}
 _TICKS = os.sysconf("SC_CLK_TCK")
 

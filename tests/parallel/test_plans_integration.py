@@ -80,6 +80,7 @@ def changed(plan: Any, **fields: Any) -> Any:
     return type(plan)(**{**vars(plan), **fields})
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_would_take(mlp: Plans) -> None:
     best, text = mlp.chosen, mlp.text()
     for word in (str(best), "2 workers", "one process"):
@@ -121,6 +122,7 @@ def test_a_run_by_a_plan_is_compared_with_it(mlp: Plans, tmp_path: Path) -> None
     assert run.plan["message"].removeprefix("plan: ").split(" ")[0] in run.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_starts")
 def test_files_of_another_task_or_none_at_all(mlp: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.json"

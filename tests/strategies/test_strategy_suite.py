@@ -153,11 +153,15 @@ OWN_LOOPS = {spec: row.own_loop for spec, row in STRATEGIES.items() if row.own_l
 
 
 @pytest.mark.parametrize(
-    ("spec", "check"), [(s, c) for s, checks in OWN_LOOPS.items() for c in applying(s, checks, own_loop=True)]
+    "spec", [pytest.param(s, marks=[] if s in ("allreduce", "downpour") else pytest.mark.slow) for s in OWN_LOOPS]
 )
-def test_a_strategy_passes_in_a_loop_of_ones_own(spec: str, check: str) -> None:
+def test_a_strategy_passes_in_a_loop_of_ones_own(spec: str) -> None:
     with in_a_prepared_loop():
-        STRATEGY_SUITE[check](strategy_of(spec), sizes=STRATEGIES[spec].sizes)
+        for check in applying(spec, OWN_LOOPS[spec], own_loop=True):
+            try:
+                STRATEGY_SUITE[check](strategy_of(spec), sizes=STRATEGIES[spec].sizes)
+            except CheckFailed as failed:
+                pytest.fail(f"{check}: {failed}")
 
 
 def test_every_strategy_of_the_catalogue_has_a_row() -> None:

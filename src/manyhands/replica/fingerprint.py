@@ -136,15 +136,21 @@ def of_code(*used: Any) -> Facts:
 
 def _own_modules() -> Iterator[tuple[str, ModuleType]]:
     """Loaded modules that lie in no library."""
-    paths = sysconfig.get_paths()
-    libraries = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    libraries.add(str(Path(__file__).parents[1]))
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or "-packages/" in file:
-            continue
-        if name != _BACKEND and not any(file.startswith(f"{folder}/") for folder in libraries):
+        if isinstance(file, str) and name != _BACKEND and not _in_a_library(file):
             yield name, module
+
+
+@functools.cache  # a large program has thousands of modules, and asks at each `prepare`
+def _in_a_library(file: str) -> bool:
+    """Whether it belongs to Python, to an installed package or to this one, or is no Python source."""
+    paths = sysconfig.get_paths()
+    folders = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")} | {
+        str(Path(__file__).parents[1])
+    }
+    inside = any(file.startswith(f"{folder}/") for folder in folders)
+    return inside or not file.endswith(".py") or "-packages/" in file
 
 
 def _digest_of(name: str, module: ModuleType) -> str | None:

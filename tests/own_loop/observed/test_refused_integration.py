@@ -37,7 +37,7 @@ DRIFTING = {
 }
 
 
-pytestmark = [pytest.mark.xdist_group("refused scripts"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("refused scripts"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,6 @@ def test_own_batches(refused: dict[str, Ran]) -> None:
     assert "--own-batches is for a loop that draws its batches itself, and the DataLoader of refused.py:" in error
 
 
-@pytest.mark.slow
 def test_a_model_of_one_batch_size_ends_with_exit_code_2() -> None:
     """The other worker fails on its part of the second batch, while the first one waits for it."""
     ended = CliRunner().invoke(app, ["run", "--auto", "-n", "2", str(SCRIPTS / "refused.py"), "one_batch_size"])

@@ -48,7 +48,7 @@ NOISY_PROGRAMS = {f"{name} noisy": Program(name, args) for name, args in NOISY.i
 REFUSED_PROGRAMS = {f"{text} refused": Program(text.split()[0], tuple(text.split()[1:])) for text in REFUSED}
 SOME = {3: ("mnist", "siamese_network", "imagenet"), 4: ("vae", "super_resolution", "nano_gpt")}
 """Of those that are equal, on so many workers; on 2 all."""
-pytestmark = [pytest.mark.xdist_group("observed scripts"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("observed scripts"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,6 @@ def test_equal(name: str, one: Runs, two: Runs) -> None:
     assert_equal(two[name], one[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SOME)
 def test_equal_on_more_workers(size: int, tmp_path: Path) -> None:
     programs = [EXACT_PROGRAMS[f"{name} exact"] for name in SOME[size]]
@@ -126,7 +125,6 @@ def auto(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     return run(folder, *words, "--dump", str(folder / "2.pt"))
 
 
-@pytest.mark.slow
 def test_keras_fit_is_one_process(tmp_path: Path) -> None:
     assert run(tmp_path, sys.executable, str(SCRIPTS / "keras_fit.py"), "--dump", "1.pt").returncode == 0
     ended = auto(tmp_path, "keras_fit")
@@ -141,9 +139,7 @@ def test_keras_fit_is_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(own, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("nlp_example", marks=pytest.mark.slow), pytest.param("run_glue", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["nlp_example", pytest.param("run_glue", marks=pytest.mark.nightly)])
 def test_a_program_of_another_library_makes_its_group(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     ended = auto(tmp_path, name)
@@ -152,7 +148,6 @@ def test_a_program_of_another_library_makes_its_group(name: str, tmp_path: Path)
     assert torch.load(tmp_path / "2.pt")["size"] == 2
 
 
-@pytest.mark.slow
 def test_a_program_that_makes_no_group_is_a_loop(tmp_path: Path) -> None:
     ended = auto(tmp_path, "imagenet")
     assert ended.returncode == 0, ended.stderr

@@ -44,12 +44,8 @@ OWN_NUMBERS = {"two_scales"}  # these print a loss that is not what backward() s
 WITHIN = 1e-10
 SIZES = {3: (*LOOPS, *LOSSES), 2: (*LOSSES, "evaluating"), 4: (*LOOPS, "files")}
 """Two workers tell the scale of a loss in a way of their own. With four, parts of 8 rows are powers of 2."""
-CASES = [
-    pytest.param(size, shape, marks=[] if size == 3 else pytest.mark.slow)
-    for size, shapes in SIZES.items()
-    for shape in shapes
-]
-pytestmark = [pytest.mark.xdist_group("observed shapes"), pytest.mark.timeout(400)]
+CASES = [(size, shape) for size, shapes in SIZES.items() for shape in shapes]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("observed shapes"), pytest.mark.timeout(400)]
 Runs = Callable[[int], dict[str, Ran]]
 
 
@@ -97,7 +93,6 @@ def test_what_was_shared_is_said(runs: Runs) -> None:
     assert runs(3)["two_scales"].said.count("are shared by 3 workers") == 2
 
 
-@pytest.mark.slow
 def test_the_folder_holds_one_process_s_files(runs: Runs, root: Path) -> None:
     """A log, checkpoints, a best model that is read back, a part of it: byte for byte."""
     assert not runs(1)["files"].error
