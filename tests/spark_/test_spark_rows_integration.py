@@ -69,22 +69,28 @@ def numbered(spark: Any, counts: list[int]) -> Any:
     return spark.createDataFrame(made, "row long, x double")
 
 
-def test_every_row_once_an_epoch(spark: Any, tmp_path: Path) -> None:
-    """CASE 20: of many frames of one run, streams and files that the executors read, with many and few rows a partition."""
+@pytest.mark.parametrize(("counts", "workers", "batch_size"), [([33], 4, 8), ([3, 0, 1], 4, 4), ([8], 2, 4)])
+def test_every_row_once_an_epoch(spark: Any, counts: list[int], workers: int, batch_size: int) -> None:
+    """CASE 20"""
+    (epochs,) = labels(Spark(), (framed(numbered(spark, counts)),), workers, batch_size)
+    assert epochs == [Counter(range(sum(counts)))] * 2
+
+
+def test_files_and_streams_in_one_run(spark: Any, tmp_path: Path) -> None:
     for i, many in enumerate([5, 0, 9, 1]):
         file = examples(*({"x": [0.5], "row": [100 * i + n]} for n in range(many)))
         (tmp_path / f"{i}.tfrecord").write_bytes(file)
-    split_ones = numbered(spark, [3]).selectExpr("row + 100 as row", "x", "row = 1 as judged")
-    counts = ([33], [3, 0, 1], [8])
-    frames = (
-        *(framed(numbered(spark, one)) for one in counts),
-        framed(tmp_path),
-        *split(split_ones, framed, indicator="judged"),
-    )
-    *streamed, read_there, trains, judges = labels(Spark(), frames, 4, 8)
-    assert streamed == [[Counter(range(sum(one)))] * 2 for one in counts]
+    frames = (framed(numbered(spark, [5, 2])), framed(tmp_path), framed(numbered(spark, [3])))
+    streamed, read_there, other = labels(Spark(), frames, 3)
+    assert streamed == [Counter(range(7))] * 2
     assert read_there == [Counter([*range(5), *range(200, 209), 300])] * 2
-    assert (trains, judges) == ([Counter([100, 102])] * 2, [Counter([101])] * 2)
+    assert other == [Counter(range(3))] * 2
+
+
+def test_an_indicator_splits_rows(spark: Any) -> None:
+    frame = numbered(spark, [3]).selectExpr("row", "x", "row = 1 as judged")
+    trains, judges = labels(Spark(), split(frame, framed, indicator="judged"), 2)
+    assert (trains, judges) == ([Counter([0, 2])] * 2, [Counter([1])] * 2)
 
 
 def test_ten_files_on_two_workers_and_partitions_without_rows(spark: Any, tmp_path: Path) -> None:
