@@ -129,7 +129,7 @@ def page(found: dict[str, Comparison]) -> str:
         parts += [
             f"## {one.task}",
             f"{one.what[0].upper()}{one.what[1:]} {comparison.parameters:,} parameters.",
-            f"<!-- run in make test-slow: with few steps half a minute; `make results` makes the table from the whole of it -->\n```bash\n{one.command}\n```",
+            f"<!-- run in make test-nightly: minutes, even with few steps; `make results` makes the table from the whole of it -->\n```bash\n{one.command}\n```",
             markdown(comparison).strip(),
             f"![{comparison.metric} of {one.task} against seconds](plots/results-{one.task}.svg)",
             f"Means of {comparison.repeats} repeats at each validation, against seconds of the training loop, validations left out.",
