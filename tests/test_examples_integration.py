@@ -95,7 +95,7 @@ def test_each_says_how_to_start_it(path: Path) -> None:
 # -- hugging_face.py ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_hugging_face_takes_the_same_steps_however_it_is_started(printed: Callable[..., str], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -263,7 +263,7 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     assert 6 <= len(cells) <= 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
