@@ -253,21 +253,36 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        os.setsid()
-        os.chdir(tree)
-        with (tree.parent / f"{tree.name}.log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        os.environ["PYTHONPATH"] = str(tree / "src")
-        sys.path[0] = str(tree / "src")
-        import pytest
+        failed = "the tests could not be run"
+        try:
+            os.setsid()
+            os.chdir(tree)
+            with (tree.parent / f"{tree.name}.log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.environ["PYTHONPATH"] = str(tree / "src")
+            sys.path[0] = str(tree / "src")
+            import pytest
 
-        first = FirstFailure()
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "", "--timeout", "60", "--no-header", "--fuzz", "500"]
-        code = pytest.main([*options, *tests], plugins=[first])
-        failed = first.name or ("" if code in (0, 5) else f"pytest's exit code {int(code)}")
-        os.write(writes, failed.encode()[:2000])
-        os._exit(0)
+            first = FirstFailure()
+            options = [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "",
+                "--timeout",
+                "60",
+                "--no-header",
+                "--fuzz",
+                "500",
+            ]
+            code = pytest.main([*options, *tests], plugins=[first])
+            failed = first.name or ("" if code in (0, 5) else f"pytest's exit code {int(code)}")
+        finally:  # whatever happens: what follows is the parent's
+            os.write(writes, failed.encode()[:2000])
+            os._exit(0)
     os.close(writes)
     deadline = time.monotonic() + limit_s
     ended = False

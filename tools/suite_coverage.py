@@ -44,14 +44,20 @@ class Recorded:
         for test, seconds, passed in read_costs(folder / "costs.jsonl"):
             if passed:
                 self.seconds[test] = seconds
-        self._data = CoverageData(str(folder / "coverage"))
-        self._data.read()
-        self._measured = {file.rpartition("/src/")[2]: file for file in self._data.measured_files()}
+        self._file = str(folder / "coverage")
+        self._measured = {file.rpartition("/src/")[2]: file for file in self._opened().measured_files()}
+
+    def _opened(self) -> CoverageData:
+        """Opened anew each time: an object that was read before a fork erases the file when it is asked after it."""
+        data = CoverageData(self._file)
+        data.read()
+        return data
 
     def executing(self, path: str, lines: tuple[int, int]) -> tuple[set[str], bool]:
         """The tests whose own process executed any of these lines of a file below src/; and whether anything else did."""
         contexts: set[str] = set()
-        for line, names in self._data.contexts_by_lineno(self._measured.get(path.removeprefix("src/"), path)).items():
+        measured = self._measured.get(path.removeprefix("src/"), path)
+        for line, names in self._opened().contexts_by_lineno(measured).items():
             if lines[0] <= line <= lines[1]:
                 contexts |= set(names)
         return {name.partition("|")[0] for name in contexts if "|" in name} & self.seconds.keys(), "" in contexts
