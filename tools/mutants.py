@@ -224,6 +224,10 @@ def tests_of(change: Change, recorded: Recorded, budget_s: float) -> list[str]:
 # -- trying them -------------------------------------------------------------------------------------------------------
 
 
+NO_TEST = "pytest's exit code"  # the mutant kept the tests from being collected
+NOT_RUN = "the tests could not be run"
+
+
 class FirstFailure:
     """A pytest plugin: which test failed first."""
 
@@ -239,7 +243,7 @@ def preload() -> None:
     """Import what tests need but the source under test, so that each mutant's process begins with it."""
     import importlib
 
-    for name in ("torch", "numpy", "pytest", "pyarrow.parquet", "pandas", "hypothesis", "torch._dynamo", "scipy.stats"):
+    for name in ("torch", "numpy", "pytest", "pyarrow.parquet", "pandas", "torch._dynamo", "scipy.stats"):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -253,7 +257,7 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        failed = "the tests could not be run"
+        failed = ""
         try:
             os.setsid()
             os.chdir(tree)
@@ -279,7 +283,9 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
                 "500",
             ]
             code = pytest.main([*options, *tests], plugins=[first])
-            failed = first.name or ("" if code in (0, 5) else f"pytest's exit code {int(code)}")
+            failed = first.name or ("" if code in (0, 5) else f"{NO_TEST} {int(code)}")
+        except BaseException as error:
+            failed = f"{NOT_RUN}: {error!r}"
         finally:  # whatever happens: what follows is the parent's
             os.write(writes, failed.encode()[:2000])
             os._exit(0)
@@ -295,6 +301,8 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
         os.waitpid(child, 0)
     with os.fdopen(reads) as pipe:
         failed = pipe.read()
+    if failed.startswith(NOT_RUN):
+        raise RuntimeError(failed)
     return failed or (None if ended else "timeout")
 
 
@@ -335,6 +343,8 @@ def run(mutants: list[Mutant], tree: Path, recorded: Recorded, budget_s: float, 
                     mutate(copy, change, clock)
                 (copy / mutant.path).write_bytes(plain)
                 os.utime(copy / mutant.path, (next(clock),) * 2)
+                if (killer or "").startswith(NO_TEST) and failing_test(copy, tried, 3 * budget_s + 90):
+                    raise RuntimeError(f"{killer} without a mutant, too: {tried}")
             line = {**asdict(mutant), "gone": change is None, "tests": len(tests), "killed_by": killer}
             print(json.dumps({**line, "seconds": round(time.monotonic() - began, 1)}), flush=True)
     finally:
