@@ -33,7 +33,7 @@ def on_device(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_conformance(size):
     assert values(on_shared_memory(size, on_device(conformance), timeout_s=30)) == [len(GROUP_SUITE)] * size
 

@@ -37,7 +37,7 @@ def mixed(group: Group) -> list[float]:
     return off
 
 
-@pytest.mark.parametrize(("on", "size"), [(on_shared_memory, 3), (on_ring, 4)])
+@pytest.mark.parametrize(("on", "size"), [(on_shared_memory, 3), (on_ring, 3)])
 @pytest.mark.slow
 def test_nobody_waits_for_ever(on: Any, size: int) -> None:
     for off in values(on(size, mixed, timeout_s=20)):

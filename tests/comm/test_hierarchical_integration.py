@@ -17,7 +17,13 @@ UNEVEN = ((0,), (1, 2), (3,))
 
 
 @pytest.mark.parametrize(
-    "layout", [((0,),), *(pytest.param(layout, marks=pytest.mark.slow) for layout in (TWO_BY_TWO, UNEVEN))], ids=str
+    "layout",
+    [
+        ((0,),),
+        pytest.param(((0,), (1, 2)), marks=pytest.mark.slow),
+        *(pytest.param(layout, marks=pytest.mark.nightly) for layout in (TWO_BY_TWO, UNEVEN)),
+    ],
+    ids=str,
 )
 def test_conformance(layout):
     assert values(on_hosts(layout, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * sum(map(len, layout))

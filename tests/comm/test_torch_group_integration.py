@@ -26,7 +26,9 @@ def _wrong(group):
     return True
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))])
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(2, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_conformance(size, tmp_path):
     found = on_gloo(size, {"conformance": conformance, "wrong": _wrong}, tmp_path)
     assert values(found["conformance"]) == [len(GROUP_SUITE)] * size

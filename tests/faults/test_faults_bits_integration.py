@@ -6,21 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from fault_harness import Trial, fired, lost, recorded_once, survive, task
+from fault_harness import Trial, equal, fired, lost, recorded_once, survive, task
 
 import plain
 
 ONE, TWO = "kill=2@step:4", "kill=0@step:0,kill=2@step:5"
-FAST = ("local-sgd:period=2", ONE)
 CASES = [
     ("allreduce", TWO),
-    FAST,
-    ("eamsgd:via=group,period=2", ONE),
+    ("local-sgd:period=2", ONE),
     ("gossip:graph=random,weights=push-sum,period=2", ONE),
-    ("quorum", TWO),
-    ("diloco:period=4,streaming=2,overlap=0", TWO),
-    ("diloco:period=3,compress=topk:0.3", TWO),
+    ("diloco:period=4,streaming=2,overlap=0,compress=topk:0.3", TWO),
     ("stream", TWO),
 ]
 
@@ -30,9 +25,8 @@ def of_rows() -> Any:
     yield from zip(*plain.rows(100), strict=True)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "faults"), [pytest.param(*one, marks=() if one == FAST else pytest.mark.slow) for one in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "faults"), CASES)
 def test_the_same_bits_as_simulated(strategy: str, faults: str, trial: Trial, simulated: Callable[[], Trial]) -> None:
     runs, trials, given = [], (trial, simulated()), {"strategy": strategy}
     if strategy == "stream":
@@ -41,9 +35,5 @@ def test_the_same_bits_as_simulated(strategy: str, faults: str, trial: Trial, si
         runs.append(run := one.train(faults, survive=survive(False), run_dir=one.run_dir, **given))
         fired(run, faults)
         recorded_once(run, one)
-    members = [[event.tick for event in one.events("membership")] for one in trials]
-    if strategy != "quorum" or members[0] == members[1]:  # who hear of a loss in the step after it, or in the next
-        assert torch.equal(runs[0].parameters, runs[1].parameters)
-        for name, tensor in runs[0].model.state_dict().items():
-            assert torch.equal(tensor, runs[1].model.state_dict()[name]), name
+    equal(*runs, tolerance=0.0)
     assert lost(runs[0]) == lost(runs[1])

@@ -99,17 +99,17 @@ def struck(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Struck:
                 ("backup", "start", IN_STEP),
                 ("primary", "validation", "quorum"),
                 ("backup", "checkpoint", "downpour:bound=0,rule=adam"),
-                ("backup", "epoch", "eamsgd:bound=0"),
+                ("primary", "epoch", "eamsgd:bound=0"),
             )
         ),
     ],
 )
 def test_in_step_the_result_is_that_of_a_run_without_faults(
-    role: str, place: str, strategy: str, struck: Struck, trial: Trial
+    role: str, place: str, strategy: str, struck: Struck, trial: Trial, simulated: Callable[[], Trial]
 ) -> None:
     killer = Killer((role,), place)
     run = struck(killer, strategy=strategy, run_dir=trial.run_dir)
-    wanted = struck(None, strategy=strategy)
+    wanted = simulated().train(strategy=strategy, workers=2, survive=None)
     assert killer.killed == [role]
     assert any("server shard 0 has one copy" in message for message in killer.changes)
     equal(run, wanted, tolerance=0.0)
@@ -122,7 +122,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(240, dtype=torch.float64))
+        self.counts = nn.Parameter(torch.zeros(120, dtype=torch.float64))
 
 
 def count_rows(model: nn.Module, batch: Any) -> Tensor:
@@ -134,9 +134,9 @@ def count_rows(model: nn.Module, batch: Any) -> Tensor:
 @slow
 def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(struck: Struck) -> None:
     """Parameters outlive the process that served them: each has a replica (ps-lite#68 asks for one)."""
-    rows = torch.arange(240, dtype=torch.float64).reshape(-1, 1)
+    rows = torch.arange(120, dtype=torch.float64).reshape(-1, 1)
     counting = task(
-        train_data=(rows, torch.zeros(240)),
+        train_data=(rows, torch.zeros(120)),
         validation_data=None,
         test_data=None,
         model=Counting,
@@ -144,13 +144,13 @@ def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(struck
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
         schedule=None,
         batch_size=4,
-        epochs=4,
+        epochs=3,
     )
-    killer = Killer(("primary",), "step", every=40)
+    killer = Killer(("primary",), "step", every=20)
     run = struck(killer, of=counting, strategy="downpour:push_every=3,pull_every=3")
     assert len(killer.killed) >= 2
     counted = run.model.state_dict()["counts"] * 2  # of two workers' slices of two rows
-    assert torch.allclose(counted, torch.full((240,), 4.0, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(counted, torch.full((120,), 3.0, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @slow
@@ -163,11 +163,10 @@ def test_both_copies_lost_end_the_run_which_goes_on_from_its_checkpoint(struck: 
 
 
 @slow
-@pytest.mark.parametrize("strategy", ["downpour:bound=2", "quorum"])
-def test_workers_and_primaries_are_lost_in_one_run_and_every_row_counts_once(strategy: str, struck: Struck) -> None:
+def test_workers_and_primaries_are_lost_in_one_run_and_every_row_counts_once(struck: Struck) -> None:
     """The primary again and again, whenever there are two copies, and a worker between two of its steps."""
     killer, fault = Killer(("primary",), "step", every=3), "kill=1@step:4"
-    given = {"survive": "max_losses=3,copies=2", "workers": 3, "strategy": strategy}
+    given = {"survive": "max_losses=3,copies=2", "workers": 3, "strategy": "downpour:bound=2"}
     run = struck(killer, fault, of=in_order(12, 13, order=None), **given)
     assert killer.killed[:1] == ["primary"]
     fired(run, fault)

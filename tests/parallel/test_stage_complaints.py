@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from manyhands.errors import BadInput
 from manyhands.parallel.build import is_absent
 from manyhands.parallel.schedules import actions, in_flight
-from manyhands.parallel.trace import trace
 from manyhands.training.loop import Loop
 
 
@@ -128,26 +126,6 @@ def test_statistics_of_units_that_are_computed_again_count_once() -> None:
             torch.testing.assert_close(joined[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-def test_the_norm_is_the_whole_models(gpt: nn.Module) -> None:
-    """torchtitan#596: each stage clips by its own norm, and a tied parameter counts once."""
-    batch = tokens(12).tensors
-    whole = whole_gradients(gpt, masked, batch)
-    norm = float(torch.stack([gradient.norm() for gradient in whole.values()]).norm())
-
-    def program(loop: Loop) -> tuple[float, dict[str, Tensor]]:
-        gradients(loop, batch)
-        found = loop.replica.norm(loop.replica.gradients)
-        loop.replica.executor.clip(norm / 2)
-        return found, {n: v.clone() for n, v in loop.replica.named(loop.replica.gradients).items()}
-
-    for stages in (2, 4):
-        found = in_stages(TASKS["gpt"], gpt, f"stages={stages}", program)
-        assert [one for one, _ in found] == pytest.approx([norm] * stages, abs=1e-12)
-        for _, own in found:
-            for name, gradient in own.items():
-                torch.testing.assert_close(gradient, whole[name] / 2, rtol=1e-5, atol=1e-9, msg=name)
-
-
 def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
     """verl#6176: a replica that has fewer micro-batches than another one leaves a collective early, and all hang."""
     batch = tokens(7).tensors
@@ -165,34 +143,6 @@ def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
     expect_gradients(found, whole_gradients(gpt, masked, batch))
 
 
-def test_tokens_weigh_alike_in_whichever_micro_batch_they_are(gpt: nn.Module) -> None:
-    """transformers#34242: the mean of micro-batches' means is not the mean over tokens."""
-    given, targets = tokens(12).tensors
-    targets = targets.clone()
-    targets[:6] -= targets[:6] % 3  # the first micro-batches have hardly a token that counts
-    targets[0, 0] = 1
-    batch = given, targets.clamp(min=0)
-    task = TASKS["gpt"].with_fields(micro_batch_size=None)
-    found = in_stages(task, gpt, "stages=2,micro_batches=4", lambda loop: gradients(loop, batch))
-    expect_gradients(found, whole_gradients(gpt, masked, batch))
-
-
-def test_no_stage_is_empty() -> None:
-    """DeepSpeed#5078: a cut into many stages leaves some without a parameter."""
-
-    def uneven() -> nn.Module:
-        large = [nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)]
-        return nn.Sequential(*large, *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6)))
-
-    found = trace(uneven, lambda model, x: model(x).sum(), torch.ones(2, 4))
-    for stages in range(2, len(found.cuts) + 2):
-        cuts = found.equal_cuts(stages)
-        owners = found.stages_of(cuts)
-        assert {stage for at in owners.values() for stage in at} == set(range(stages))
-    with pytest.raises(BadInput, match="places to cut the model"):
-        found.equal_cuts(len(found.cuts) + 2)
-
-
 def test_the_first_stage_holds_no_more_than_its_share() -> None:
     """DeepSpeed#4477: the first worker's memory is that of the whole model, though stages are equal."""
     torch.manual_seed(0)
@@ -207,22 +157,6 @@ def test_the_first_stage_holds_no_more_than_its_share() -> None:
     assert len({flat for _, flat in found}) == 1
     flight = [in_flight(actions("1f1b", 4, 16, stage)) for stage in range(4)]
     assert flight == [4, 3, 2, 1]  # micro-batches, of 16
-
-
-def test_tied_weights_stay_the_same_on_their_stages(gpt: nn.Module) -> None:
-    """piper#13: copies of a tied parameter on two stages get gradients of their own, and drift apart."""
-    batch = tokens(12).tensors
-
-    def program(loop: Loop) -> dict[str, Tensor]:
-        for _ in range(5):
-            gradients(loop, batch)
-            loop.replica.apply()
-        return {n: p.detach().clone() for n, p in loop.replica.model.named_parameters() if not is_absent(p)}
-
-    first, _, last = in_stages(TASKS["gpt"], gpt, "stages=3", program)
-    name = "tokens.weight"
-    assert torch.equal(first[name], last[name])
-    assert not torch.equal(first[name], gpt.tokens.weight)
 
 
 class TiedTypes(nn.Module):

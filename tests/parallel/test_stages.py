@@ -27,17 +27,19 @@ slow = pytest.mark.slow
 
 
 @slow
-@pytest.mark.parametrize("name", ["gpt", "mlp", "cnn", "lengths"])
-def test_stages_train_as_one_worker_does(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("gpt", [(2, 3)]), ("mlp", [(1, 1), (1, 4), (2, 3)]), ("cnn", [(1, 3), (2, 2)]), ("lengths", [(1, 3)])],
+)
+def test_stages_train_as_one_worker_does(name: str, shapes: list[tuple[int, int]]) -> None:
     """pytorch#126600: micro-batches that are not equal, here of ten, nine and three rows, are refused. pytorch#159942: so are
-    lengths that vary."""
-    for replicas, stages in ((1, 1), (1, 4), (2, 3)) if name in ("gpt", "mlp") else ((1, 3), (2, 2)):
+    lengths that vary. transformers#34242: micro-batches' means are averaged, whatever a mask leaves of each.
+    torchtitan#596: each stage clips by its own norm. piper#13: copies of a tied parameter drift apart."""
+    for replicas, stages in shapes:
         run = trained(name, replicas * stages, f"stages={stages}")
         assert run.history[-1]["tick"] == TICKS - 1
         expect_alike(run, alone(name) if replicas == 1 else trained(name, 2, None))
-    if (
-        name == "mlp"
-    ):  # nothing is tied, and no norm is added up in another order. pytorch#168058: numbers change with it
+    if name == "mlp":  # nothing is tied, no norm is added up in another order. pytorch#168058: numbers change with it
         run, expected = (trained(name, *given, clip_norm=None) for given in ((3, "stages=3"), (1, "stages=1")))
         assert torch.equal(run.parameters, expected.parameters)
 
@@ -45,8 +47,8 @@ def test_stages_train_as_one_worker_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "workers", "plan"),
     [
-        ("gpt", 2, "stages=2,schedule=gpipe"),
-        ("gpt", 2, "stages=2,micro_batches=4"),  # of 39 rows those of ten rows each; of three rows, of one
+        ("mlp", 2, "stages=2,schedule=gpipe"),
+        ("mlp", 2, "stages=2,micro_batches=4"),  # of 39 rows those of ten rows each; of three rows, of one
         ("gpt", 2, "stages=2,cut=[blocks.2.mlp]"),
         ("checkpointed", 3, "stages=3"),  # computed again by torch, with a view of what was transposed
         ("encoder", 2, "stages=2"),  # layers that are copies of one
@@ -62,13 +64,12 @@ def test_whatever_is_cut_and_wherever(name: str, workers: int, plan: str) -> Non
         assert all(one["begins"] in ("", "cut1", "cut2", "cut3") for one in run.info["stages"])
 
 
-@pytest.mark.parametrize(("name", "stages"), [("dropout", 2), ("cnn", 3), ("gpt", 1)])
+@pytest.mark.parametrize(("name", "stages"), [("dropout", 2), ("cnn", 3), ("mlp", 1)])
 def test_units_that_are_computed_again_have_the_same_bits(name: str, stages: int) -> None:
     """With dropout, and with batch statistics, which count each row once."""
-    run, expected = (trained(name, stages, plan) for plan in (f"stages={stages}", f"stages={stages},recompute=units"))
-    assert torch.equal(run.parameters, expected.parameters)
-    for key, value in expected.model.state_dict().items():
-        assert torch.equal(run.model.state_dict()[key], value), key
+    plans = f"stages={stages}", f"stages={stages},recompute=units"
+    run, expected = (trained(name, stages, plan, epochs=1) for plan in plans)
+    expect_alike(run, expected, within=0.0)
 
 
 STRATEGIES = ["diloco:period=4", "local-sgd:period=3", "local-sgd:period=end", "easgd:period=3,via=group"]
@@ -76,14 +77,15 @@ STRATEGIES += ["eamsgd:period=3,via=group", "gossip", "ensemble"]
 
 
 @slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_acts_between_stages_as_between_replicas(strategy: str) -> None:
-    for name in ("gpt", "cnn") if strategy == "ensemble" else ("gpt",):
-        run = trained(name, 4, "stages=2", strategy)
-        expect_alike(run, trained(name, 2, None, strategy))
-        if strategy == "ensemble":
-            first, second = (torch.nn.utils.parameters_to_vector(one.parameters()) for one in run.model.members)
-            assert not torch.allclose(first, second)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("gpt", STRATEGIES[0]), *(("mlp", one) for one in STRATEGIES), ("cnn", "ensemble")]
+)
+def test_a_strategy_acts_between_stages_as_between_replicas(name: str, strategy: str) -> None:
+    run = trained(name, 4, "stages=2", strategy)
+    expect_alike(run, trained(name, 2, None, strategy))
+    if strategy == "ensemble":
+        first, second = (torch.nn.utils.parameters_to_vector(one.parameters()) for one in run.model.members)
+        assert not torch.allclose(first, second)
 
 
 def library_model(kind: str) -> torch.nn.Module:
@@ -120,7 +122,7 @@ def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
     """pytorch#184361: a model of Hugging Face cannot be cut, because export fails on it."""
     pytest.importorskip("transformers")
     fields = {"model": functools.partial(library_model, kind), "loss": functools.partial(library_loss, kind)}
-    fields |= {"validation_data": None, "max_steps": 3}
+    fields |= {"validation_data": None, "max_steps": 1}
     whole, cut = (train("gpt", stages, f"stages={stages}", **fields) for stages in (1, 3))
     torch.testing.assert_close(cut.parameters, whole.parameters, rtol=0, atol=1e-10)
 
@@ -139,7 +141,7 @@ def test_compiled_blocks() -> None:
     fields = {"model": compiled, "max_steps": 3, "schedule": None}
     expected = train("cnn", 1, None, engine="local", **fields)
     for plan in ("cut=[blocks.0.norm2]", "cut=[blocks.2],recompute=units"):
-        expect_alike(train("cnn", 2, f"stages=2,{plan}", engine="local", **fields), expected)
+        expect_alike(train("cnn", 2, f"stages=2,{plan}", **fields), expected)
 
 
 # -- a run that goes on under its own plan, to the bit, and under any other ------------------------------------------------
@@ -149,11 +151,12 @@ def test_compiled_blocks() -> None:
 @pytest.mark.parametrize(
     ("name", "strategy", "replicas", "plans"),
     [
-        ("gpt", "allreduce", 1, [(2, "stages=2"), (3, "stages=3"), (1, None), (4, "stages=2")]),
+        ("gpt", "allreduce", 1, [(3, "stages=3")]),
+        ("mlp", "allreduce", 1, [(2, "stages=2"), (1, None), (4, "stages=2")]),
         ("cnn", "allreduce", 1, [(3, "stages=3")]),
-        ("dropout", "allreduce", 2, [(4, "stages=2")]),
-        ("gpt", "diloco:period=3", 2, [(4, "stages=2"), (2, None)]),
-        ("gpt", "local-sgd:period=2", 2, [(2, None)]),
+        ("dropout", "allreduce", 1, [(2, "stages=2")]),
+        ("mlp", "diloco:period=3", 2, [(4, "stages=2"), (2, None)]),
+        ("mlp", "local-sgd:period=2", 2, [(2, None)]),
     ],
 )
 def test_a_run_goes_on(

@@ -30,13 +30,11 @@ FAST = ("cnn", 3, "stages=3", "allreduce")
         *(
             pytest.param(*one, marks=slow)
             for one in (
-                ("gpt", 4, "stages=2", "diloco:period=4"),
                 ("lengths", 3, "stages=3", "allreduce"),
                 ("tied", 2, "stages=2,cut=[join]", "allreduce"),
-                ("dropout", 4, "stages=2,recompute=units", "local-sgd:period=2"),
+                ("dropout", 2, "stages=2,recompute=units", "allreduce"),
                 ("mlp", 4, "stages=2", "allreduce:compress=topk:0.3"),
-                ("mlp", 3, "stages=3,micro_batches=8", "allreduce"),
-                ("mlp", 6, "stages=2", "gossip"),
+                ("mlp", 4, "stages=2,micro_batches=8", "diloco:period=4"),
                 ("mlp", 4, "stages=2,schedule=gpipe", "eamsgd:period=3,via=group"),
             )
         ),
@@ -98,7 +96,10 @@ def test_a_stage_that_is_killed_or_raises_ends_the_run() -> None:
 @slow
 @pytest.mark.parametrize(
     ("workers", "here", "plan", "strategy"),
-    [(4, 3, "stages=4", "allreduce"), (4, 2, "stages=2", "downpour:bound=0")],
+    [
+        (3, 2, "stages=3", "allreduce"),
+        pytest.param(4, 2, "stages=2", "downpour:bound=0", marks=pytest.mark.nightly),
+    ],
 )
 def test_stages_on_two_hosts(
     workers: int, here: int, plan: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,10 +110,10 @@ def test_stages_on_two_hosts(
     expected = trained("gpt", workers, plan, strategy, "local" if served else "sim", max_steps=5)
     run = Run(Hosts(local_workers=here), joined_by(*([2] if served else [workers - here])))
     given: dict[str, Any] = {"servers": 2} if served else {}
-    if plan == "stages=4":  # both hosts see the folder: they write the model there
+    if not served:  # both hosts see the folder: they write the model there
         given["run_dir"] = tmp_path / "run"
     found = run.during(lambda: train("gpt", workers, plan, strategy, run.engine, max_steps=5, **given))
-    assert served or ("send" in found.ledger) == (plan != "stages=4")
+    assert served or "send" not in found.ledger
     expect_alike(found, expected)
 
 
@@ -129,18 +130,19 @@ model = GPT().double()
 run = mh.train(task.with_fields(model=model), run_dir=out + "/run", **given)
 assert run.model is model
 served = mh.train(task, strategy="downpour:bound=0", **given)
-found = {"broadcast": run.ledger["broadcast_"]["bytes"], "metrics": run.metrics, "rows": run.rows["total"]}
+found = {"broadcast": run.ledger.get("broadcast_"), "metrics": run.metrics, "rows": run.rows["total"]}
 torch.save(found | {"model": run.model.state_dict(), "served": served.model.state_dict()}, f"{out}/{os.environ['RANK']}")
 """
 
 
 @slow
-def test_stages_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_stages_under_torchrun(workers: int, tmp_path: Path) -> None:
     """Every rank gets the whole answer, in a module of the script's, of which it was a stage."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     source = str(Path(mh.__file__).resolve().parents[1])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", str(script)]
     subprocess.run(
         [*launch, str(Path(__file__).parent), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])},
@@ -148,12 +150,12 @@ def test_stages_under_torchrun(tmp_path: Path) -> None:
         timeout=100,
     )
     given = {"max_steps": 4, "schedule": None}
-    expected = trained("gpt", 4, "stages=2", engine="local", **given)
-    served = trained("gpt", 2, None, "downpour:bound=0", engine="local", **given)
-    for rank in range(4):
+    expected = trained("gpt", workers, "stages=2", engine="local", **given)
+    served = trained("gpt", workers // 2, None, "downpour:bound=0", engine="local", **given)
+    for rank in range(workers):
         found = torch.load(tmp_path / str(rank))
         torch.testing.assert_close(found["model"], expected.model.state_dict(), rtol=0, atol=1e-10)
         torch.testing.assert_close(found["served"], served.model.state_dict(), rtol=0, atol=1e-10)
         assert found["metrics"] == pytest.approx(expected.metrics, abs=1e-10)
         assert found["rows"] == expected.rows["total"]
-        assert found["broadcast"] == expected.ledger["broadcast_"]["bytes"]  # at the start, between the replicas
+        assert found["broadcast"] == expected.ledger.get("broadcast_")  # at the start, between the replicas

@@ -150,6 +150,7 @@ SHORT_OF_MEMORY = """
 
 
 @slow
+@pytest.mark.nightly
 def test_where_memory_is_short_an_error_names_the_file(script: Callable[..., Any]) -> None:
     """In a process whose earlier programs have left no free memory."""
     code, out, errors = script(SHORT_OF_MEMORY).end()

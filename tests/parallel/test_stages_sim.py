@@ -20,8 +20,9 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.driver_client import SimDriverClient
 from manyhands.engines.sim.engine import Sim
-from manyhands.errors import BadInput, NotFinite, PeerLost, UnknownName, WorkerFailed
+from manyhands.errors import NotFinite, PeerLost, UnknownName, WorkerFailed
 from manyhands.worker import Worker
+from refusals import refused
 
 ROW_S = 0.75  # seconds of the whole model for a row
 
@@ -87,10 +88,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "bubble"),
-    [(4, 4, 3 / 7), (4, 8, 3 / 11), (8, 32, 7 / 39)],
-)
+@pytest.mark.parametrize(("stages", "micro_batches", "bubble"), [(2, 3, 1 / 4), (4, 8, 3 / 11)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_share_of_a_step_in_which_a_stage_waits(
     stages: int, micro_batches: int, bubble: float, schedule: str, passes: list[Passed], tmp_path: Path
@@ -208,20 +206,13 @@ def test_a_killed_worker_ends_the_run_and_it_starts_again_from_its_checkpoint(tm
     def run(faults: str, **options: Any) -> mh.Run:
         return train(task, f"sim:faults='{faults}'" if faults else "sim", workers=4, checkpoint_every=2, **options)
 
-    with pytest.raises(
-        WorkerFailed, match="worker 3 on host3 was killed, as faults= asks for, in phase compute"
-    ) as error:
-        run("kill=3@step:5")
-    assert error.value.rank == 3
+    for at, phase in (("", "compute"), (":exchange", "exchange")):
+        with pytest.raises(WorkerFailed, match=f"worker 3 .* was killed, .* in phase {phase}") as error:
+            run(f"kill=3@step:5{at}")
+        assert error.value.rank == 3
     restarted = run("kill=3@step:5", run_dir=tmp_path / "run", survive="max_restarts=1")
     assert len(restarted.restarts) == 1
     assert torch.equal(restarted.parameters, run("").parameters)
-
-
-def test_a_worker_is_killed_at_a_phase() -> None:
-    for phase in ("exchange", "commit"):
-        with pytest.raises(WorkerFailed, match="worker 2 on host2 was killed, .* in phase exchange at step 3"):
-            train(TASKS["mlp"], f"sim:faults='kill=2@step:3:{phase}'", workers=4)
 
 
 def test_a_paused_worker_holds_up_its_replica() -> None:
@@ -248,9 +239,7 @@ def test_a_link_that_breaks_is_seen_in_groups_of_some_workers() -> None:
         for _ in range(3):
             group.barrier()
             worker.driver.computed(1)  # a second
-        with pytest.raises(PeerLost) as error:
-            group.barrier()
-        return str(error.value)
+        return str(refused("", group.barrier, kind=PeerLost))
 
     engine = Sim(compute="row=1", faults="cut=host2@2.5s+100")
     found = engine.launch(program, LaunchSpec(workers=3, threads_per_worker=1))
@@ -263,23 +252,16 @@ def test_a_member_that_ends_is_seen_in_groups_of_some_workers() -> None:
         if worker.rank == 1:
             return ""
         group = worker.make_group([0, 2])
-        if worker.rank == 2:
-            return ""
-        with pytest.raises(PeerLost) as error:
-            group.barrier()
-        return str(error.value)
+        return "" if worker.rank == 2 else str(refused("left the group", group.barrier, kind=PeerLost))
 
-    said = Sim().launch(program, LaunchSpec(workers=3, threads_per_worker=1))[0]
-    assert "worker 2" in said
-    assert "left the group" in said
+    assert "worker 2" in Sim().launch(program, LaunchSpec(workers=3, threads_per_worker=1))[0]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("compute", "said"),
-    [
+def test_parts_that_make_no_sense() -> None:
+    for compute, said in (
         ("stages=1/2/3", "stages=1/2/3 gives the parts of 3 stages, and this run's replicas have 2"),
         ("stages=half", "stages must be parameters, equal, or a number above 0 for each stage"),
         ("stages=1/0", "stages must be"),
@@ -287,19 +269,14 @@ def test_a_member_that_ends_is_seen_in_groups_of_some_workers() -> None:
         ("forward=2", "forward must be at most 1"),
         ("forward=-1", "forward .* must be at least 0"),
         ("forward=much", "forward must be a number"),
-    ],
-)
-def test_parts_that_make_no_sense(compute: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        mh.train(chain(2, 8), workers=2, engine=f"sim:compute='{compute}'", model_parallel="stages=2")
+    ):
+        refused(said, train, chain(2, 8), f"sim:compute='{compute}'")
 
 
 def test_what_takes_replicas_of_one_worker_says_so() -> None:
+    words = "model_parallel is an option of mh.train .*: compare, check and estimate"
     for call in (mh.compare, mh.check, functools.partial(mh.estimate, profile="none.json")):
-        with pytest.raises(
-            UnknownName, match="model_parallel is an option of mh.train .*: compare, check and estimate"
-        ):
-            call(chain(2, 8), workers=2, model_parallel="stages=2")
+        refused(words, functools.partial(call, workers=2, model_parallel="stages=2"), chain(2, 8), kind=UnknownName)
 
 
 def test_parts_of_stages_are_read_as_they_are_written() -> None:
@@ -325,12 +302,8 @@ def test_workers_do_not_share_a_module_that_the_task_gives() -> None:
     assert torch.equal(run(lambda: returned).parameters, expected.parameters)
 
 
-@pytest.mark.parametrize("kind", ["part", "kept"])
-def test_a_function_that_gives_parameters_of_an_earlier_call(kind: str) -> None:
+def test_a_function_that_gives_parameters_of_an_earlier_call() -> None:
     part = nn.Linear(4, 4)
-
-    def model() -> nn.Module:
-        return nn.Sequential(part if kind == "part" else nn.Linear(4, 4), nn.Linear(4, 4))
-
-    with pytest.raises(BadInput, match="parameters of an earlier call, such as .*inside of model"):
-        train(chain(2, 8, model=model if kind == "part" else functools.cache(model)), "sim")
+    kept = functools.cache(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    for model in (lambda: nn.Sequential(part, nn.Linear(4, 4)), kept):
+        refused("parameters of an earlier call, such as .*inside of model", train, chain(2, 8, model=model), "sim")

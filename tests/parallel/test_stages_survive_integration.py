@@ -20,6 +20,7 @@ import manyhands as mh
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
+from manyhands.engines.sim.engine import Sim
 from manyhands.errors import PeerLost, WorkerFailed
 from manyhands.events import Event
 from manyhands.parallel.spec import ModelParallel
@@ -75,8 +76,8 @@ def expect_result_of(run: mh.Run, expected: mh.Run) -> None:
 @slow
 def test_a_replica_that_loses_a_worker_leaves_and_the_other_goes_on() -> None:
     changes, engine = Changes(), Local(faults="kill=1@step:4")
-    run = survives("gpt", 4, engine, survive="max_losses=1,replace=false", callbacks=[changes])
-    expect_result_of(run, alone("gpt"))
+    run = survives("mlp", 4, engine, survive="max_losses=1,replace=false", callbacks=[changes])
+    expect_result_of(run, alone("mlp"))
     assert changes.found == [("lost", 1)]
     assert [(loss["worker_id"], loss["cause"]) for loss in run.losses] == [(1, "death")]
 
@@ -84,8 +85,8 @@ def test_a_replica_that_loses_a_worker_leaves_and_the_other_goes_on() -> None:
 @slow
 def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None:
     changes = Changes()
-    run = survives("mlp", 4, Local(faults="kill=2@step:3"), callbacks=[changes], loss=Patient(), epochs=12)
-    expect_result_of(run, alone("mlp", epochs=12))
+    run = survives("mlp", 4, Local(faults="kill=2@step:3"), callbacks=[changes], loss=Patient(), epochs=6)
+    expect_result_of(run, alone("mlp", epochs=6))
     assert changes.found[0] == ("lost", 2)
     assert sorted(changes.found[1:]) == [("back", 2), ("back", 3)]
     assert min(run.rows["workers"][::2]) > 2 * ROWS  # both replicas train to the end
@@ -93,19 +94,21 @@ def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None
 
 @slow
 @pytest.mark.parametrize(
-    ("name", "workers", "stages", "faults"),
+    ("engine", "name", "workers", "stages", "faults"),
     [
-        ("gpt", 4, 2, "kill=3@step:4:exchange"),
-        ("gpt", 4, 2, "kill=0@step:6:save"),
-        ("gpt", 4, 2, "kill=0@step:11:commit"),
-        ("mlp", 6, 2, "kill=2@step:3:commit,kill=1@step:8"),
-        ("mlp", 9, 3, "kill=0@step:2,kill=4@step:8:exchange"),
+        (Sim, "mlp", 4, 2, "kill=3@step:4:exchange"),
+        (Local, "gpt", 4, 2, "kill=0@step:6:save"),
+        (Sim, "mlp", 4, 2, "kill=0@step:11:commit"),
+        (Local, "mlp", 6, 2, "kill=2@step:3:commit,kill=1@step:8"),
+        (Sim, "mlp", 9, 3, "kill=0@step:2,kill=4@step:8:exchange"),
     ],
 )
-def test_whenever_and_whoever(name: str, workers: int, stages: int, faults: str, tmp_path: Path) -> None:
+def test_whenever_and_whoever(
+    engine: type[Local | Sim], name: str, workers: int, stages: int, faults: str, tmp_path: Path
+) -> None:
     """With validations, checkpoints and the best model kept: what was under way is done again."""
     often: dict[str, Any] = {"validate_every": 2, "keep": "best:validation_loss", "epochs": 4}
-    run = survives(name, workers, Local(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
+    run = survives(name, workers, engine(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
     assert len(run.losses) == faults.count("kill")
     expect_result_of(run, alone(name, **often))
 
@@ -114,17 +117,17 @@ def test_whenever_and_whoever(name: str, workers: int, stages: int, faults: str,
 def test_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
     hosts = Run(Hosts(local_workers=2, faults="kill=3@step:4"), joined_by(2))
-    run = hosts.during(lambda: survives("gpt", 4, hosts.engine, survive="max_losses=1,replace=false"))
-    expect_result_of(run, alone("gpt"))
+    run = hosts.during(lambda: survives("mlp", 4, hosts.engine, survive="max_losses=1,replace=false"))
+    expect_result_of(run, alone("mlp"))
 
 
 @slow
 def test_one_replica_ends_the_run_or_starts_again_from_its_newest_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="no whole replica of 2 workers is left that has the model's state"):
-        survives("gpt", 2, Local(faults="kill=1@step:2"))
+        survives("mlp", 2, Local(faults="kill=1@step:2"))
     given = {"survive": "max_losses=1,max_restarts=1", "run_dir": tmp_path, "checkpoint_every": 3}
-    run = survives("gpt", 2, Local(faults="kill=1@step:5"), **given)
-    expect_result_of(run, alone("gpt"))
+    run = survives("mlp", 2, Local(faults="kill=1@step:5"), **given)
+    expect_result_of(run, alone("mlp"))
     assert [one["step"] for one in run.restarts] in ([3], [0])  # whether that of step 3 was whole by then
 
 
@@ -155,7 +158,7 @@ def noted(folder: Path, worker: Worker) -> None:
 
 
 @slow
-@pytest.mark.parametrize("where", ["local", "hosts"])
+@pytest.mark.parametrize("where", ["local", pytest.param("hosts", marks=pytest.mark.nightly)])
 def test_a_stage_that_is_killed_is_named_to_all_others(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def test_cuts_leave_stages_of_about_equally_many_parameters() -> None:
             for stage in range(stages)
         ]
         assert sum(held) == sum(sizes.values())
-        assert min(held) > 0
+        assert min(held) > 0  # DeepSpeed#5078: a cut into many stages leaves some without a parameter
 
 
 def test_neither_the_random_stream_nor_a_module_changes() -> None:

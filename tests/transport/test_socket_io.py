@@ -6,27 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.transport.socket_io import Ended, Late, PlainWire, _behind
+from manyhands.transport.socket_io import Late, PlainWire, _behind
 
 
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
 def test_what_is_left_of_buffers(buffers, sent):
     assert b"".join(_behind(buffers, sent)) == b"".join(buffers)[sent:]
-
-
-@pytest.mark.parametrize("timeout_s", [0.02, 1e-9])
-def test_the_kernel_keeps_the_deadline(timeout_s):
-    near, far = socket.socketpair()
-    with near, far:
-        wire = PlainWire(near, timeout_s)
-        with pytest.raises(Late) as late:
-            wire.receive(memoryview(bytearray(4)))
-        assert not late.value.moved
-        far.sendall(b"abc")
-        with pytest.raises(Late) as late:
-            wire.receive(memoryview(bytearray(4)))
-        assert late.value.moved
 
 
 def test_many_pieces_arrive_whole():
@@ -55,13 +41,3 @@ def test_what_the_kernel_takes_in_parts_arrives_in_order(monkeypatch):
         monkeypatch.setattr(wire, "_sock", Sparing())
         wire.send([b"header", b"", memoryview(b"and a body")])
         assert far.recv(100) == b"headerand a body"
-
-
-def test_the_end_is_told_from_silence():
-    near, far = socket.socketpair()
-    with near:
-        far.close()
-        with pytest.raises(Ended):
-            PlainWire(near, 5).receive(memoryview(bytearray(4)))
-        with pytest.raises(Ended):
-            PlainWire(near, 5).send([b"x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from typing import Any
@@ -39,6 +40,7 @@ def test_headers(inputs: int) -> None:
         frame, length = unpack(data)
         assert length <= MAX_BLOB_BYTES
         assert frame.tensor_bytes <= MAX_TENSOR_BYTES
+        assert unpack(pack(dataclasses.replace(frame, blob=bytes(length)))) == (frame, length)
 
     def drawn() -> bytes:
         data = damage.of_bytes(*HEADERS)

@@ -24,7 +24,9 @@ def test_conformance_of_one():
     group.close()
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_conformance(size):
     assert values(on_ring(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
@@ -136,7 +138,7 @@ def test_large_tensors_of_three():
 # -- lost peers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "elements"), [(2, 2_000_000), (4, 1000), (3, 2_000_000)])
+@pytest.mark.parametrize(("size", "elements"), [(4, 1000), (3, 2_000_000)])
 def test_a_killed_peer_is_named_at_once(size, elements):
     programs.expect_killed(on_ring(size, programs.killed(1, elements), timeout_s=30), 1)
 

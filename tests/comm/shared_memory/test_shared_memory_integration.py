@@ -31,7 +31,9 @@ def test_of_one():
         refused("Bad file descriptor", os.fstat, end, kind=OSError)
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_conformance(size):
     assert values(on_shared_memory(size, conformance, timeout_s=30)) == [len(GROUP_SUITE)] * size
 
