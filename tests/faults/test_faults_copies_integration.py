@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from fault_harness import Trial, equal, fired, task
+from fault_harness import Trial, equal, fired
 from numbered_rows import in_order, trained_once
-from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.engines.driver.elastic_driver import ElasticDriver
@@ -53,12 +51,6 @@ class Killer(mh.Callback):
         if event.tick >= STEP:
             self._reach("step", event.tick)
 
-    def on_validation(self, event: Event) -> None:
-        self._reach("validation")
-
-    def on_epoch(self, event: Event) -> None:
-        self._reach("epoch")
-
     def on_notice(self, event: Event) -> None:
         if event.type == "checkpoint":
             self._reach("checkpoint")
@@ -93,15 +85,8 @@ def struck(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Struck:
     ("role", "place", "strategy"),
     [
         ("primary", "step", IN_STEP),
-        *(
-            pytest.param(*one, marks=slow)
-            for one in (
-                ("backup", "start", IN_STEP),
-                ("primary", "validation", "quorum"),
-                ("backup", "checkpoint", "downpour:bound=0,rule=adam"),
-                ("primary", "epoch", "eamsgd:bound=0"),
-            )
-        ),
+        pytest.param("backup", "start", "quorum", marks=slow),
+        pytest.param("primary", "checkpoint", "downpour:bound=0,rule=adam", marks=slow),
     ],
 )
 def test_in_step_the_result_is_that_of_a_run_without_faults(
@@ -117,42 +102,6 @@ def test_in_step_the_result_is_that_of_a_run_without_faults(
     assert [(row["tick"], row["rows"]) for row in run.history] == [(row["tick"], row["rows"]) for row in wanted.history]
 
 
-class Counting(nn.Module):
-    """A weight for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = nn.Parameter(torch.zeros(120, dtype=torch.float64))
-
-
-def count_rows(model: nn.Module, batch: Any) -> Tensor:
-    """A step of rate 1 adds 1/k to the weights of a slice's k rows."""
-    rows = batch[0].flatten().long()
-    return -model.counts[rows].mean()
-
-
-@slow
-def test_at_their_own_pace_every_row_counts_once_though_copies_are_killed(struck: Struck) -> None:
-    """Parameters outlive the process that served them: each has a replica (ps-lite#68 asks for one)."""
-    rows = torch.arange(120, dtype=torch.float64).reshape(-1, 1)
-    counting = task(
-        train_data=(rows, torch.zeros(120)),
-        validation_data=None,
-        test_data=None,
-        model=Counting,
-        loss=count_rows,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-        schedule=None,
-        batch_size=4,
-        epochs=3,
-    )
-    killer = Killer(("primary",), "step", every=20)
-    run = struck(killer, of=counting, strategy="downpour:push_every=3,pull_every=3")
-    assert len(killer.killed) >= 2
-    counted = run.model.state_dict()["counts"] * 2  # of two workers' slices of two rows
-    assert torch.allclose(counted, torch.full((120,), 3.0, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
 @slow
 def test_both_copies_lost_end_the_run_which_goes_on_from_its_checkpoint(struck: Struck, trial: Trial) -> None:
     killer, given = Killer(("primary", "backup"), "step"), {"run_dir": trial.run_dir, "checkpoint_every": 2}
@@ -166,7 +115,7 @@ def test_both_copies_lost_end_the_run_which_goes_on_from_its_checkpoint(struck: 
 def test_workers_and_primaries_are_lost_in_one_run_and_every_row_counts_once(struck: Struck) -> None:
     """The primary again and again, whenever there are two copies, and a worker between two of its steps."""
     killer, fault = Killer(("primary",), "step", every=3), "kill=1@step:4"
-    given = {"survive": "max_losses=3,copies=2", "workers": 3, "strategy": "downpour:bound=2"}
+    given = {"survive": "max_losses=3,copies=2", "workers": 3, "strategy": "downpour:push_every=3,pull_every=3"}
     run = struck(killer, fault, of=in_order(12, 13, order=None), **given)
     assert killer.killed[:1] == ["primary"]
     fired(run, fault)
