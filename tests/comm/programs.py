@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,10 @@ import pytest
 import torch
 from harness import Outcome, Program, values
 
-from manyhands.comm.group import Group
+from manyhands.comm.group import Group, Work
+from manyhands.comm.reducing import naive_mean
 from manyhands.errors import ManyhandsError, PeerLost
-from manyhands.testing.group_suite import GROUP_SUITE
+from manyhands.testing.group_suite import GROUP_SUITE, vector, vectors
 
 LAST_STEP = 5  # of the one that is killed
 
@@ -25,6 +27,34 @@ def conformance(group: Group) -> int:
     for check in GROUP_SUITE.values():
         check(group)
     return len(GROUP_SUITE)
+
+
+def many(group: Group) -> bool:
+    """Means of many sizes, weights and bits, in the group's memory and elsewhere, of which some are waited for later."""
+    sizes, order = random.Random(1), random.Random(2)
+    memory, started = group.allocate(5000, torch.float64), list[Callable[[], None]]()
+    for i in range(250):
+        n, weights = sizes.randrange(0, 300), [sizes.choice([0.0, 1.0, 2.5]) for _ in range(group.size)]
+        mine, bits, later = vector(group.rank, n, seed=i), 1 << i % 50, order.random() < 0.2
+        wanted = naive_mean(vectors(group, n, seed=i), weights) if sum(weights) else mine
+        place = order.randrange(4000)
+        tensor = mine.clone() if later or order.random() < 0.3 else memory[place : place + n].copy_(mine)
+        handle = group.start_mean_(tensor, weights[group.rank], bits)
+
+        def expect(handle: Work = handle, tensor: Any = tensor, wanted: Any = wanted, bits: int = bits) -> None:
+            assert handle.wait().bits == bits
+            assert torch.allclose(tensor, wanted, rtol=1e-12, atol=1e-12)
+
+        started.append(expect)
+        if not later:
+            for wait in started:
+                wait()
+            started.clear()
+        if order.random() < 0.1:
+            assert group.all_gather_json(i) == [i] * group.size
+    for wait in started:
+        wait()
+    return True
 
 
 def overlapping(elements: int) -> Program:
@@ -186,3 +216,17 @@ def waits(late: int, sleep_s: float = 1.0, *, allocated: bool = False) -> Progra
         return group.waited_s - before
 
     return program
+
+
+OF_THREE: dict[str, Program] = {"many": many, "alone": finishes_alone, "sent": sent_wrongly}
+OF_THREE |= {what: different(what) for what in DIFFERENT}
+
+
+def expect_three(found: dict[str, list[Outcome]]) -> None:
+    """What comes of `OF_THREE` in groups of three."""
+    assert values(found["many"]) == values(found["alone"]) == [True] * 3
+    text = values(found["sent"])[1]
+    assert "expected send of 5 float32" in text
+    assert "send of 10000000 float32 came" in text
+    for what in DIFFERENT:
+        expect_told(found[what], what)

@@ -49,20 +49,6 @@ def test_what_is_decoded_has_the_vectors_shape_and_is_the_same_each_time():
         assert first.any(), case
 
 
-def test_with_error_feedback_nothing_is_lost():
-    """CASE 16: all that was sent and the residual are the sum of the gradients."""
-    for text in TEXTS:
-        codec, given = codec_of(text), hints()
-        sent, total, residual = (torch.zeros(N, dtype=torch.float64) for _ in range(3))
-        for step in range(20):
-            gradient = vector(step)
-            whole = gradient + residual
-            out = codec.decode(codec.encode(whole, given), N, torch.float64)
-            sent, total, residual = sent + out, total + gradient, whole - out
-        assert (sent + residual - total).abs().max() < 1e-12, text
-        assert not torch.equal(sent, total), text
-
-
 def test_what_is_not_finite_is_not_finite_where_it_is_decoded():
     for text, strange, place in product(TEXTS, (math.nan, math.inf, -math.inf), (0, 12, N - 1)):
         values, codec = vector(), codec_of(text)
