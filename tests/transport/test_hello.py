@@ -16,7 +16,6 @@ from manyhands.transport.hello import (
     speak_to,
     wrapped,
 )
-from refusals import refused
 
 NO_TOKEN = "it does not have this run's token"
 FORGED = b"".join(pack(Frame(kind=0, a=a, blob=bytes(32))) + bytes(32) for a in (1, 3))
@@ -136,8 +135,3 @@ def test_a_refusal_reads_only_so_much(pair):
         except (StopIteration, BlockingIOError):
             break
     assert sent <= 3 << 20
-
-
-def test_nobody_listens_without_a_secret():
-    for token in (None, b"", b"short", b"\xff" * 15):
-        refused(r"authentication|16 bytes", Proof, None, token)
