@@ -7,7 +7,6 @@ import fcntl
 import json
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,27 +107,12 @@ def test_what_one_of_two_shards_has_of_a_slice_is_counted_and_not_repeated(strat
     assert f"{partial} rows which only some shards of the server have" in run.summary()
 
 
-def kill_soon() -> None:
-    threading.Timer(0.2, kill).start()
-
-
 @slow
-@pytest.mark.parametrize(
-    "befalls",
-    [
-        pytest.param(["leave=1@step:2"], id="one that waits leaves"),
-        pytest.param(
-            [Strike(2, "wait", kill_soon), "kill=0@step:3"],
-            id="one that waits and the first",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_who_is_the_first_trains_alone_at_first(befalls: list[str | Strike], trial: Trial) -> None:
-    """The others wait for it, and not for ever. Once it is lost the next one is the first."""
-    of = task(loss=Patient(loss=numbered_rows.minus_mean, until=one_is_lost, call=3))
-    run = trial.train(*befalls, of=of, strategy="downpour:bound=1,warmup=8", run_dir=trial.run_dir)
-    fired(run, *befalls)
+def test_who_is_the_first_trains_alone_at_first(trial: Trial) -> None:
+    """The others wait for it, and not for ever: here one that waits leaves."""
+    of, fault = task(loss=Patient(loss=numbered_rows.minus_mean, until=one_is_lost, call=3)), "leave=1@step:2"
+    run = trial.train(fault, of=of, strategy="downpour:bound=1,warmup=8", run_dir=trial.run_dir)
+    fired(run, fault)
     each_at_the_server(run, BATCH, EPOCHS)
     steps = [event for event in trial.events("step") if event.values["lease"][2] < 8 and event.tick < TICKS]
     alone = {(event.generation, event.rank) for event in steps}
@@ -211,38 +195,11 @@ def test_memory_that_workers_share_goes_on_with_fewer(trial: Trial) -> None:
 # -- on hosts: two workers here, of whom one is worker 0, and one of a host that joins -------------------------------------
 
 
-def train_on_hosts(faults: str, strategy: str, tls: bool, **options: Any) -> mh.Run:
-    own_pace = strategy != "quorum" and "bound=0" not in strategy
-    loss = Patient(until=one_is_lost, call=3, loss=numbered_rows.minus_mean) if own_pace else numbered_rows.minus_mean
-    of = numbered_rows.task(12 * 13, 12, epochs=1, loss=loss)
-    run = JoinedRun(Hosts(local_workers=2, tls=tls, faults=faults), joined_by(1, tls=tls))
-    fields: dict[str, Any] = {"survive": "max_losses=3,silence_s=5", "threads_per_worker": 1, **options}
-    return run.during(lambda: mh.train(of, engine=run.engine, workers=3, strategy=strategy, **fields))
-
-
-@pytest.fixture
-def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@slow
+def test_a_worker_of_another_host_and_the_primary_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@slow
-@pytest.mark.nightly  # what hosts add is in the test below; strategies are those of test_each_row_counts_once
-@pytest.mark.usefixtures("credentials")
-@pytest.mark.parametrize(
-    ("strategy", "faults", "tls"),
-    [(IN_STEP, "kill=0@step:3:exchange,kill=2@step:6", False), (PUSHES_RARELY, "kill=2@step:1", True)],
-)
-def test_on_hosts_each_row_counts_once(strategy: str, faults: str, tls: bool) -> None:
-    run = train_on_hosts(faults, strategy, tls)
-    fired(run, faults)
-    trained_once(run, 12, (4, 6, 8, 12))
-
-
-@slow
-@pytest.mark.usefixtures("credentials")
-def test_a_worker_of_another_host_and_the_primary_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, plain_call = [], ElasticDriver._inject_faults
 
     def inject(driver: ElasticDriver) -> None:
@@ -254,7 +211,11 @@ def test_a_worker_of_another_host_and_the_primary_are_lost(monkeypatch: pytest.M
             driver._signal(primary, signal.SIGKILL)
 
     monkeypatch.setattr(ElasticDriver, "_inject_faults", inject)
-    run = train_on_hosts("kill=2@step:1", "downpour", tls=True, survive="max_losses=3,silence_s=5,copies=2")
+    loss = Patient(until=one_is_lost, call=3, loss=numbered_rows.minus_mean)
+    of, fault = numbered_rows.task(12 * 13, 12, epochs=1, loss=loss), "kill=2@step:1"
+    hosts = JoinedRun(Hosts(local_workers=2, faults=fault), joined_by(1))
+    given: dict[str, Any] = {"survive": "max_losses=3,silence_s=5,copies=2", "threads_per_worker": 1}
+    run = hosts.during(lambda: mh.train(of, engine=hosts.engine, workers=3, strategy="downpour", **given))
     assert killed == [-1]
-    fired(run, "kill=2@step:1")
+    fired(run, fault)
     trained_once(run, 12, (4, 6, 8, 12))
