@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -12,8 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from threads import in_threads
 
 from manyhands.comm.ring.group import RingGroup
@@ -57,21 +54,6 @@ def test_a_frame_its_text_and_its_tensor(pair):
     assert _pull(there, 8) == b"textdata"
     assert there.pull(memoryview(bytearray(1))) == 0
     assert here.enqueued == here.sent == HEADER_BYTES + 8
-
-
-def test_more_than_the_sockets_hold_leaves_as_the_peer_reads(pair):
-    here, there = pair
-    data = os.urandom(3_000_000)
-    here.enqueue(Frame(kind=CHUNK, elements=len(data)), memoryview(data))
-    here.push()
-    assert here.full
-    assert there.header().elements == len(data)
-    into, got = bytearray(len(data)), 0
-    while got < len(data):
-        got += there.pull(memoryview(into)[got:])
-        here.push()
-    assert bytes(into) == data
-    assert not here.full
 
 
 def test_many_frames_at_once_and_one_byte_by_byte(pair):
@@ -122,22 +104,6 @@ def test_a_blob_where_none_belongs(pair):
     here.enqueue(Frame(kind=CHUNK, blob=b"surprise"))
     here.push()
     refused("blob of 8 bytes", there.header, kind=FrameError)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.binary(min_size=HEADER_BYTES, max_size=3000))
-def test_rubbish_is_a_frame_error_or_nothing(data):
-    ends = socket.socketpair()
-    link = Link(0, ends[0])
-    ends[1].sendall(data)
-    ends[1].close()
-    try:
-        while link.header() is not None:
-            pass
-    except (FrameError, LinkEnded):
-        pass
-    finally:
-        link.close()
 
 
 def test_a_connection_that_was_reset_before_is_an_ended_link():
