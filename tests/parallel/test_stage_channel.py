@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from manyhands.comm.stage_channel import Sent, StageChannel
-from manyhands.engines.base import LaunchSpec
-from manyhands.engines.local.engine import Local
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
@@ -61,12 +59,3 @@ def test_messages_between_threads(longest: int) -> None:
     assert together(2, lambda worker: swapped(worker, longest)) == [
         {name: {"bytes": expected_bytes(rank), "messages": 12}} for rank, name in enumerate(("forward", "back"))
     ]
-
-
-def in_processes(worker: Worker) -> dict[str, dict[str, int]]:
-    return swapped(worker, 4000)
-
-
-def test_messages_between_processes() -> None:
-    found = Local().launch(in_processes, LaunchSpec(workers=2))
-    assert [next(iter(one.values()))["bytes"] for one in found] == [expected_bytes(0), expected_bytes(1)]

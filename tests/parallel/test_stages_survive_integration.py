@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from joined_run import Run, joined_by
 from stage_models import ROWS, TASKS, classified, masked
-from stage_runs import WITHIN, alone, train
+from stage_runs import alone, expect_alike, train
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -62,31 +61,11 @@ def survives(
     return train(name, workers, f"stages={stages}", engine=engine, survive=survive, **given)
 
 
-def expect_result_of(run: mh.Run, expected: mh.Run) -> None:
-    """Parameters, buffers, metrics, and every step with its rows and its loss, once."""
-    for name, value in expected.model.state_dict().items():
-        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=0, atol=WITHIN)
-    assert run.metrics == pytest.approx(expected.metrics, abs=WITHIN)
-    assert run.rows["total"] == expected.rows["total"]
-    assert [(row["step"], row["rows"]) for row in run.history] == [
-        (row["step"], row["rows"]) for row in expected.history
-    ]
-
-
-@slow
-def test_a_replica_that_loses_a_worker_leaves_and_the_other_goes_on() -> None:
-    changes, engine = Changes(), Local(faults="kill=1@step:4")
-    run = survives("mlp", 4, engine, survive="max_losses=1,replace=false", callbacks=[changes])
-    expect_result_of(run, alone("mlp"))
-    assert changes.found == [("lost", 1)]
-    assert [(loss["worker_id"], loss["cause"]) for loss in run.losses] == [(1, "death")]
-
-
 @slow
 def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None:
     changes = Changes()
     run = survives("mlp", 4, Local(faults="kill=2@step:3"), callbacks=[changes], loss=Patient(), epochs=6)
-    expect_result_of(run, alone("mlp", epochs=6))
+    expect_alike(run, alone("mlp", epochs=6))
     assert changes.found[0] == ("lost", 2)
     assert sorted(changes.found[1:]) == [("back", 2), ("back", 3)]
     assert min(run.rows["workers"][::2]) > 2 * ROWS  # both replicas train to the end
@@ -110,15 +89,21 @@ def test_whenever_and_whoever(
     often: dict[str, Any] = {"validate_every": 2, "keep": "best:validation_loss", "epochs": 4}
     run = survives(name, workers, engine(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
     assert len(run.losses) == faults.count("kill")
-    expect_result_of(run, alone(name, **often))
+    expect_alike(run, alone(name, **often))
 
 
 @slow
-def test_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_loses_a_worker_leaves_and_the_other_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two hosts."""
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    hosts = Run(Hosts(local_workers=2, faults="kill=3@step:4"), joined_by(2))
-    run = hosts.during(lambda: survives("mlp", 4, hosts.engine, survive="max_losses=1,replace=false"))
-    expect_result_of(run, alone("mlp"))
+    changes, hosts = Changes(), Run(Hosts(local_workers=2, faults="kill=3@step:4"), joined_by(2))
+    given: dict[str, Any] = {"survive": "max_losses=1,replace=false", "callbacks": [changes]}
+    run = hosts.during(lambda: survives("mlp", 4, hosts.engine, **given))
+    expect_alike(run, alone("mlp"))
+    assert changes.found == [("lost", 3)]
+    assert [(loss["worker_id"], loss["cause"]) for loss in run.losses] == [(3, "death")]
 
 
 @slow
@@ -127,7 +112,7 @@ def test_one_replica_ends_the_run_or_starts_again_from_its_newest_checkpoint(tmp
         survives("mlp", 2, Local(faults="kill=1@step:2"))
     given = {"survive": "max_losses=1,max_restarts=1", "run_dir": tmp_path, "checkpoint_every": 3}
     run = survives("mlp", 2, Local(faults="kill=1@step:5"), **given)
-    expect_result_of(run, alone("mlp"))
+    expect_alike(run, alone("mlp"))
     assert [one["step"] for one in run.restarts] in ([3], [0])  # whether that of step 3 was whole by then
 
 
