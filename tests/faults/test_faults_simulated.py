@@ -322,7 +322,7 @@ AS_A_ROUND_CLOSES = [
 
 
 @slow
-@pytest.mark.parametrize(("number", "strategy"), enumerate([*ROUNDS, ROUNDS[1] + ",compress=topk:1"]))
+@pytest.mark.parametrize(("number", "strategy"), [*enumerate([*ROUNDS, ROUNDS[1] + ",compress=topk:1"])])
 def test_a_lost_workers_rows_are_in_the_same_round(number: int, strategy: str, simulated: Simulated) -> None:
     given = {"of": in_order(6, 11), "strategy": strategy}
     steps = "kill={}@step:5", "kill={}@step:7:exchange", "kill={}@step:0", "kill={}@step:4", "kill={}@step:10"
@@ -409,7 +409,7 @@ def test_an_exchange_is_remembered_once_all_have_it(how: str, simulated: Simulat
 
 
 @slow
-@pytest.mark.parametrize(("number", "strategy"), enumerate(["allreduce", *ROUNDS]))
+@pytest.mark.parametrize(("number", "strategy"), [*enumerate(["allreduce", *ROUNDS])])
 def test_a_stream_is_read_by_all(number: int, strategy: str, simulated: Simulated) -> None:
     """What may be needed again is kept."""
 
@@ -440,7 +440,7 @@ SLICES = {  # rows of a slice, or of all slices of a step, with three workers, t
 
 
 @slow
-@pytest.mark.parametrize(("number", "strategy"), enumerate(SLICES))
+@pytest.mark.parametrize(("number", "strategy"), [*enumerate(SLICES)])
 def test_in_step_at_a_server_each_row_is_in_one_step(
     number: int, strategy: str, simulated: Simulated, one_worker: Run
 ) -> None:
@@ -489,7 +489,7 @@ PAIRS = ["gossip:graph=pairs", "gossip:graph=pairs,period=3", "gossip:graph=pair
 
 
 @slow
-@pytest.mark.parametrize(("number", "strategy"), enumerate([*OWN_PACE, *PAIRS]))
+@pytest.mark.parametrize(("number", "strategy"), [*enumerate([*OWN_PACE, *PAIRS])])
 def test_at_their_own_pace_each_row_is_at_the_server_once(number: int, strategy: str, simulated: Simulated) -> None:
     given = {"of": numbered(72, 6, epochs=2), "strategy": strategy}
     faults = both("kill={}@step:3", "kill={}@step:5:exchange", "kill={}@step:0")
