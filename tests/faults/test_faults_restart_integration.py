@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_harness import Strike, Trial, counted_once, equal, fired, lost, raises, task
+from fault_harness import Trial, counted_once, equal, fired, task
 
 import manyhands as mh
 from manyhands.checkpoint import launch_lock
@@ -15,14 +15,6 @@ from manyhands.events import Event
 from manyhands.recording.run import Run
 
 slow = pytest.mark.slow
-
-
-def once_in_the_end(run: Run, trial: Trial) -> None:
-    """Each step counts once, with the rows of its global batch; the last launch wrote the checkpoints."""
-    counted_once(run)
-    assert [row["tick"] for row in mh.read_history(trial.run_dir)] == list(range(9))
-    assert [row["step"] for row in run.history] == list(range(1, 10))
-    assert launches(trial) == 1 + len(run.restarts)
 
 
 def launches(trial: Trial) -> int:
@@ -66,7 +58,10 @@ def test_a_loss_is_a_restart(trial: Trial, one_worker: Run) -> None:
     assert start in (3, 6)  # the newest checkpoint is written beside training, and is dropped with the lost worker
     assert (run.losses, run.generations) == ([], 2)
     equal(run, one_worker)
-    once_in_the_end(run, trial)
+    counted_once(run)
+    assert [row["tick"] for row in mh.read_history(trial.run_dir)] == list(range(9))
+    assert [row["step"] for row in run.history] == list(range(1, 10))
+    assert launches(trial) == 2  # which wrote the checkpoints
     assert trial.seen.epochs == [1, 2, *range(1 + start // 3, 4)]
     assert trial.seen.ends == ["end"]
     assert (counts.starts, counts.seen, counts.ends) == (1, 3, ["end"])
@@ -83,29 +78,6 @@ def test_a_run_whose_workers_share_memory_starts_again(trial: Trial) -> None:
     )
     assert len(run.restarts) == 1
     assert run.rows["total"] == 4 * 100
-
-
-def test_losses_beyond_the_budget_are_a_restart(simulated: Callable[[], Trial], one_worker: Run) -> None:
-    """The members' losses are survived in place as long as max_losses allows it; a further one starts the run again, in
-    the generation after the last, with the same budget."""
-    trial, faults = simulated(), ["kill=2@step:4", "kill=1@step:7:exchange"]
-    run = trial.train(*faults, survive="max_losses=1,max_restarts=1,replace=false", run_dir=trial.run_dir)
-    fired(run, *faults)
-    assert lost(run) == [(2, "death")]
-    assert [(one["step"], one["cause"]) for one in run.restarts] == [(6, "death")]
-    assert run.generations == 3
-    equal(run, one_worker)
-    once_in_the_end(run, trial)
-    assert max(event.generation for event in trial.events("step", "membership")) == 2
-
-
-def test_an_exception_is_a_restart_once(simulated: Callable[[], Trial], one_worker: Run) -> None:
-    trial, strike = simulated(), Strike(1, "compute", act=raises(MemoryError()), call=5)
-    run = trial.train(strike, survive="max_restarts=3", run_dir=trial.run_dir)
-    fired(run, strike)
-    assert [(one["step"], one["cause"]) for one in run.restarts] == [(3, "memory")]
-    equal(run, one_worker)
-    once_in_the_end(run, trial)
 
 
 def always_odd(model: Any, batch: Any) -> Any:

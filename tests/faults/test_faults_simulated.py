@@ -511,19 +511,26 @@ def test_at_their_own_pace_each_row_is_at_the_server_once(number: int, strategy:
 
 @slow
 def test_a_run_starts_again(simulated: Simulated, one_worker: Run) -> None:
-    for fault, survives, workers, start in (
-        ("kill=1@step:5", "max_restarts=1", 3, 3),
-        ("kill=1@step:1", "max_restarts=1", 3, 0),
-        ("kill=1@step:7", "max_restarts=1,replace=false", 3, 6),
-        ("kill=0@step:4", "max_losses=any,max_restarts=1", 1, 3),
-        ("kill=1@step:4", "max_losses=any,min_workers=3,replace=false,wait_s=0.3,max_restarts=1", 3, 3),
-    ):
+    cases: list[tuple[list[str | Strike], str, int, int]] = [
+        (["kill=1@step:5"], "max_restarts=1", 3, 3),
+        (["kill=1@step:1"], "max_restarts=1", 3, 0),
+        (["kill=1@step:7"], "max_restarts=1,replace=false", 3, 6),
+        (["kill=0@step:4"], "max_losses=any,max_restarts=1", 1, 3),
+        (["kill=1@step:4"], "max_losses=any,min_workers=3,replace=false,wait_s=0.3,max_restarts=1", 3, 3),
+        ([Strike(1, "compute", act=raises(MemoryError()), call=5)], "max_restarts=3", 3, 3),
+        (["kill=2@step:4", "kill=1@step:7:exchange"], "max_losses=1,max_restarts=1,replace=false", 3, 6),
+    ]
+    for befalls, survives, workers, start in cases:
         trial = simulated()
-        run = trial.train(fault, survive=survives, workers=workers, run_dir=trial.run_dir)
-        assert [one["step"] for one in run.restarts] == [start], survives
+        run = trial.train(*befalls, survive=survives, workers=workers, run_dir=trial.run_dir)
+        cause = "memory" if survives == "max_restarts=3" else "death"
+        assert [(one["step"], one["cause"]) for one in run.restarts] == [(start, cause)], survives
         assert ("none joined within 0.3 s" in run.restarts[0]["message"]) == ("wait_s" in survives)
         equal(run, one_worker)
         counted_once(run)
+    assert lost(run) == [(2, "death")]
+    assert run.generations == 3  # the run goes on in the one after the last, with the same budget
+    assert max(event.generation for event in trial.events("step", "membership")) == 2
     trial = simulated()
     given: dict[str, Any] = {"run_dir": trial.run_dir}
     with pytest.raises(mh.WorkerFailed, match="max_restarts is 1"):
