@@ -19,7 +19,6 @@ import manyhands as mh
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
-from manyhands.engines.sim.engine import Sim
 from manyhands.errors import PeerLost, WorkerFailed
 from manyhands.events import Event
 from manyhands.parallel.spec import ModelParallel
@@ -73,21 +72,18 @@ def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None
 
 @slow
 @pytest.mark.parametrize(
-    ("engine", "name", "workers", "stages", "faults"),
+    ("name", "workers", "stages", "faults"),
     [
-        (Sim, "mlp", 4, 2, "kill=3@step:4:exchange"),
-        (Local, "gpt", 4, 2, "kill=0@step:6:save"),
-        (Sim, "mlp", 4, 2, "kill=0@step:11:commit"),
-        (Local, "mlp", 6, 2, "kill=2@step:3:commit,kill=1@step:8"),
-        (Sim, "mlp", 9, 3, "kill=0@step:2,kill=4@step:8:exchange"),
+        ("gpt", 4, 2, "kill=0@step:6:save"),
+        ("mlp", 4, 2, "kill=0@step:11:commit"),
+        ("mlp", 6, 2, "kill=2@step:3:exchange,kill=1@step:8"),
+        pytest.param("mlp", 9, 3, "kill=0@step:2,kill=4@step:8:exchange", marks=pytest.mark.nightly),
     ],
 )
-def test_whenever_and_whoever(
-    engine: type[Local | Sim], name: str, workers: int, stages: int, faults: str, tmp_path: Path
-) -> None:
+def test_whenever_and_whoever(name: str, workers: int, stages: int, faults: str, tmp_path: Path) -> None:
     """With validations, checkpoints and the best model kept: what was under way is done again."""
     often: dict[str, Any] = {"validate_every": 2, "keep": "best:validation_loss", "epochs": 4}
-    run = survives(name, workers, engine(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
+    run = survives(name, workers, Local(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
     assert len(run.losses) == faults.count("kill")
     expect_alike(run, alone(name, **often))
 

@@ -104,16 +104,6 @@ def test_why_a_module_begins_no_stage() -> None:
     assert "second" not in found.refused
 
 
-def test_names_that_are_none_and_orders_that_are_none() -> None:
-    found = of_model(lambda: Calls(plain), ROWS)
-    with pytest.raises(BadInput, match="the model has no such module; did you mean second?"):
-        found.chosen(["secnd"])
-    with pytest.raises(BadInput, match="is not in the order of the calls: second, third"):
-        found.chosen(["third", "second"])
-    with pytest.raises(BadInput, match="stages=4 needs 3 places to cut the model, and it has 2: second, third"):
-        found.equal_cuts(4)
-
-
 def test_a_program_that_reads_what_another_stage_computes_is_named_by_its_line() -> None:
     for body in (
         lambda m, x: m.third(m.first(x)) if m.first(x).sum() > 0 else x,
