@@ -88,7 +88,7 @@ def half(cases: list[Any], number: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("when", "worker_id"),
     [
-        *((when, when not in OF_THE_FIRST) for when in PLACES),
+        *((when, int(when not in OF_THE_FIRST)) for when in PLACES),
         *(pytest.param(when, 0, marks=slow) for when in PLACES if when not in OF_THE_FIRST),
     ],
 )
