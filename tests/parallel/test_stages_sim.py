@@ -88,7 +88,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "bubble"), [(2, 3, 1 / 4), (4, 8, 3 / 11)])
+@pytest.mark.parametrize(("stages", "micro_batches", "bubble"), [(2, 4, 1 / 5), (4, 8, 3 / 11)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_share_of_a_step_in_which_a_stage_waits(
     stages: int, micro_batches: int, bubble: float, schedule: str, passes: list[Passed], tmp_path: Path
