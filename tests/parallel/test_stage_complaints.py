@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_models import CNN, GPT, TASKS, classified, masked, numbers, tokens
+from stage_models import GPT, TASKS, classified, masked, numbers, tokens
 from stage_threads import in_stages
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,33 +97,6 @@ def test_an_evaluation_before_the_first_step(gpt: nn.Module) -> None:
     assert [judged for judged, _, _ in found] == pytest.approx([expected[0]] * 3, abs=1e-12)
     assert [loss for _, loss, _ in found] == pytest.approx([expected[1]] * 3, abs=1e-12)
     expect_gradients([own for _, _, own in found], whole_gradients(gpt, masked, batch))
-
-
-def test_statistics_of_units_that_are_computed_again_count_once() -> None:
-    """pytorch#96136: batch statistics are updated twice where a module is computed again in backward."""
-    torch.manual_seed(0)
-    model, batch = CNN().double(), numbers(12, (1, 6, 6)).tensors
-    task = TASKS["cnn"].with_fields(micro_batch_size=4)
-
-    def program(loop: Loop) -> dict[str, Tensor]:
-        gradients(loop, batch)
-        return {
-            name: buffer.clone()
-            for name, buffer in loop.replica.model.named_buffers()
-            if loop.replica.executor.counts(name)
-        }
-
-    buffers = [in_stages(task, model, f"stages=2,recompute={how}", program) for how in ("none", "units")]
-    model.train()
-    for i in range(0, 12, 4):
-        model(batch[0][i : i + 4])
-    expected = dict(model.named_buffers())
-    for found in buffers:
-        joined = {name: value for own in found for name, value in own.items()}
-        assert joined.keys() == expected.keys()
-        assert all(int(joined[name]) == 3 for name in joined if name.endswith("num_batches_tracked"))
-        for name, value in expected.items():
-            torch.testing.assert_close(joined[name], value, rtol=0, atol=1e-12, msg=name)
 
 
 def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
