@@ -15,7 +15,8 @@ CASES = [
     ("allreduce", TWO),
     ("local-sgd:period=2", ONE),
     ("gossip:graph=random,weights=push-sum,period=2", ONE),
-    ("diloco:period=4,streaming=2,overlap=0,compress=topk:0.3", TWO),
+    ("diloco:period=4,streaming=2,overlap=0", TWO),
+    ("diloco:period=3,compress=topk:0.3", TWO),
     ("stream", TWO),
 ]
 

@@ -174,10 +174,9 @@ def test_a_checkpoint_holds_no_newer_values_than_its_step(trial: Trial) -> None:
     ("step", "words"), [(9, ("the run's last one", "from step 6", "--resume")), (3, ("no older one",))]
 )
 def test_a_full_disk_at_the_end_or_without_an_older_checkpoint_is_an_error(
-    step: int, words: tuple[str, ...], simulated: Callable[[], Trial], one_worker: Run
+    step: int, words: tuple[str, ...], trial: Trial, one_worker: Run
 ) -> None:
     """There is room again when the run is resumed."""
-    trial = simulated()
     with pytest.raises(mh.ManyhandsError) as caught:
         trial.train(f"disk=1@step:{step}", run_dir=trial.run_dir)
     assert not isinstance(caught.value, mh.BadInput)
