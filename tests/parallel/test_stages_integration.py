@@ -152,12 +152,11 @@ def test_stages_under_torchrun(workers: int, tmp_path: Path) -> None:
     given = {"max_steps": 4, "schedule": None}
     expected = trained("gpt", workers, "stages=2", engine="local", **given)
     served = trained("gpt", workers // 2, None, "downpour:bound=0", engine="local", **given)
+    broadcast = expected.ledger.get("broadcast_", {}).get("bytes")  # at the start, between the replicas
     for rank in range(workers):
         found = torch.load(tmp_path / str(rank))
         torch.testing.assert_close(found["model"], expected.model.state_dict(), rtol=0, atol=1e-10)
         torch.testing.assert_close(found["served"], served.model.state_dict(), rtol=0, atol=1e-10)
         assert found["metrics"] == pytest.approx(expected.metrics, abs=1e-10)
         assert found["rows"] == expected.rows["total"]
-        assert found["broadcast"] == expected.ledger.get("broadcast_", {}).get(
-            "bytes"
-        )  # at the start, between the replicas
+        assert found["broadcast"] == broadcast
