@@ -85,7 +85,7 @@ def test_whenever_and_whoever(name: str, workers: int, stages: int, faults: str,
     often: dict[str, Any] = {"validate_every": 2, "keep": "best:validation_loss", "epochs": 4}
     run = survives(name, workers, Local(faults=faults), stages, run_dir=tmp_path, checkpoint_every=3, **often)
     assert len(run.losses) == faults.count("kill")
-    expect_alike(run, alone(name, **often), losses=False)  # of a last step that some have committed, it is theirs alone
+    expect_alike(run, alone(name, **often), losses=False)  # that of a step in whose commit a worker is lost differs
 
 
 @slow
