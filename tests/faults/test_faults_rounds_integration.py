@@ -138,7 +138,7 @@ class Rows(IterableDataset[Any]):
 
 
 @slow
-@pytest.mark.parametrize("kind", ["loader with a process", "with a process"])
+@pytest.mark.parametrize("kind", ["with a process", pytest.param("loader with a process", marks=pytest.mark.nightly)])
 def test_streams_that_processes_read(kind: str, trial: Trial) -> None:
     fields: dict[str, Any] = {"train_data": Rows(), "loader_processes": 1}
     if kind == "loader with a process":

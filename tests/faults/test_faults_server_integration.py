@@ -46,7 +46,6 @@ def task(**fields: object) -> mh.Task:
             for one in (
                 ("downpour:bound=2", ["kill=0@step:4,kill=1@step:5"], True),
                 ("gossip:graph=pairs,period=3", [Strike(1, "wait")], False),
-                (IN_STEP, [Strike(2, "compute", call=3), Strike(0, "extra")], True),
                 ("quorum", ["kill=0@step:4,kill=1@step:5"], True),
             )
         ),
@@ -95,7 +94,7 @@ class BetweenShards:
 
 
 @slow
-@pytest.mark.parametrize("strategy", [IN_STEP, "downpour"])
+@pytest.mark.parametrize("strategy", [IN_STEP, pytest.param("downpour", marks=pytest.mark.nightly)])
 def test_what_one_of_two_shards_has_of_a_slice_is_counted_and_not_repeated(strategy: str, trial: Trial) -> None:
     of, slices = (in_order(12, 13), SLICES) if strategy == IN_STEP else (task(epochs=1), (2, 3, 6))
     of = of.with_fields(model=BetweenShards(of.model, 4))

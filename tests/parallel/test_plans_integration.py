@@ -140,6 +140,7 @@ def test_files_of_another_task_or_none_at_all(mlp: Plans, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_auto_takes_the_plan_that_fits() -> None:
     """Stages are what fits into less than a whole model takes."""
     wide = task(Wide, classified, numbers(16, (64,)), numbers(8, (64,)), batch_size=8)

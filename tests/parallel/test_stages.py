@@ -117,7 +117,9 @@ def library_loss(kind: str, model: torch.nn.Module, batch: tuple[Tensor, Tensor]
 
 @slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bert", "t5"))]
+)
 def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
     """pytorch#184361: a model of Hugging Face cannot be cut, because export fails on it."""
     pytest.importorskip("transformers")

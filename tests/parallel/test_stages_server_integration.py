@@ -38,7 +38,7 @@ def steps_of(directory: Path) -> list[Event]:
     return [event for event, _ in event_log.steps_that_count(event_log.files_in(directory))]
 
 
-IN_STEP = ["dynsgd:window=2,bound=0", "easgd:period=2,bound=0", "downpour:bound=0,rule=sgd,outer_rate=0.7"]
+IN_STEP = ["easgd:period=2,bound=0", "downpour:bound=0,rule=sgd,outer_rate=0.7"]
 
 
 @pytest.mark.parametrize("strategy", slow_but("diloco:via=server,bound=0,period=4", IN_STEP))
@@ -48,7 +48,7 @@ def test_in_step_at_a_server_stages_train_as_replicas_do(strategy: str) -> None:
     assert run.rows["workers"][1::2] == [0, 0]
 
 
-AT_THEIR_OWN_PACE = ["agn", "easgd:period=2", "distance", "downpour:push_every=2,pull_every=3,overlap=true"]
+AT_THEIR_OWN_PACE = ["agn", "distance", "downpour:push_every=2,pull_every=3,overlap=true"]
 
 
 @slow
@@ -133,7 +133,7 @@ def test_a_replica_leases_as_one_and_each_push_is_one_version(strategy: str, tmp
 @slow
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [("mlp", (4, PLAN), (2, None)), ("mlp", (4, PLAN), (6, "stages=3")), ("gpt", (2, None), (4, PLAN))],
+    [("mlp", (4, PLAN), (6, "stages=3")), ("gpt", (2, None), (4, PLAN))],
 )
 def test_what_a_server_holds_goes_on_under_any_plan(
     name: str, before: tuple[int, str | None], after: tuple[int, str | None], tmp_path: Path

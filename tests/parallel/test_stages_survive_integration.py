@@ -92,9 +92,9 @@ def test_whenever_and_whoever(name: str, workers: int, stages: int, faults: str,
 def test_a_replica_that_loses_a_worker_leaves_and_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two hosts."""
+    """On two hosts, of which one has a stage alone."""
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    changes, hosts = Changes(), Run(Hosts(local_workers=2, faults="kill=3@step:4"), joined_by(2))
+    changes, hosts = Changes(), Run(Hosts(local_workers=3, faults="kill=3@step:4"), joined_by(1))
     given: dict[str, Any] = {"survive": "max_losses=1,replace=false", "callbacks": [changes]}
     run = hosts.during(lambda: survives("mlp", 4, hosts.engine, **given))
     expect_alike(run, alone("mlp"))
