@@ -219,8 +219,8 @@ def boards():
         os.close(fd)
 
 
-def _waiting(board):
-    return sync.Waiting(board, sync.LivenessPipes(board.rank, []), ["a", "b", "c"], range(3), 30.0)
+def _waiting(board, timeout_s=30.0):
+    return sync.Waiting(board, sync.LivenessPipes(board.rank, []), ["a", "b", "c"], range(3), timeout_s)
 
 
 def test_a_counter_that_is_there_costs_nothing_and_one_comes_later(boards):
@@ -231,6 +231,12 @@ def test_a_counter_that_is_there_costs_nothing_and_one_comes_later(boards):
         timer.start()
         _waiting(boards[0]).until(1, sync.ARRIVED, number, "mean_", 0)
         timer.join()
+
+
+def test_silence_is_an_error_that_all_learn(boards):
+    refused(r"no progress for 0.05 s", _waiting(boards[0], 0.05).until, 1, sync.ARRIVED, 1, "mean_", 7, kind=PeerLost)
+    words = "worker 1 on b is gone .worker 0 noticed"
+    refused(words, _waiting(boards[2]).until, 0, sync.ARRIVED, 1, "mean_", 7, kind=PeerLost)
 
 
 def test_a_peer_that_left_is_an_error_only_for_what_it_did_not_do(boards):
