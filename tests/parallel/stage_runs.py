@@ -41,7 +41,8 @@ def alone(name: str, **given: Any) -> mh.Run:
 
 
 def expect_alike(run: mh.Run, expected: mh.Run, within: float = WITHIN, losses: bool = True) -> None:
-    """Parameters, buffers, metrics, rows and, unless left out, the loss of each step."""
+    """Parameters, buffers, metrics, rows and the loss of each step. losses: False where a worker is lost, whose newest
+    losses may not have been reported."""
     own, theirs = run.model.state_dict(), expected.model.state_dict()
     assert own.keys() == theirs.keys()
     for name, value in theirs.items():
