@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from joined_run import no_process_is_left
+import warm_servers
+from driver_script import wait_until
+from host_process import HostProcess
 
 
 @pytest.fixture
@@ -18,5 +21,27 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    with no_process_is_left():
-        yield
+    yield
+    wait_until(lambda: not warm_servers.still_busy(), 10)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end() -> Iterator[None]:
+    yield
+    warm_servers.close()
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[..., HostProcess]]:
+    """Start a `HostProcess`; afterwards nothing of it may live."""
+    started: list[HostProcess] = []
+
+    def start(*arguments: Any) -> HostProcess:
+        started.append(HostProcess(*arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.signal(9)
+        one.process.join(10)
+        one.process.close()

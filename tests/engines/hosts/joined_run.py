@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
-from driver_script import MARK, MarkedProcess, wait_until
+from driver_script import wait_until
+from warm_servers import warm_servers
 
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
@@ -62,14 +60,15 @@ class Run:
 
     def during(self, call: Callable[[], T]) -> T:
         """What `call`, which launches on `engine`, returns. All joiners are done when this returns or raises."""
-        try:
-            return call()
-        finally:
-            if self._address:
-                self._helper.join(30)
-            for joiner in self.joined:
-                joiner.join(30)
-                assert not joiner.is_alive()
+        with warm_servers():
+            try:
+                return call()
+            finally:
+                if self._address:
+                    self._helper.join(30)
+                for joiner in self.joined:
+                    joiner.join(30)
+                    assert not joiner.is_alive()
 
     def _hear(self, text: str) -> None:
         self.output.append(text)
@@ -92,17 +91,6 @@ def joined_by(*workers: int, **fields: Any) -> Callable[[str], list[Joiner]]:
         return joiners
 
     return begin
-
-
-@contextmanager
-def no_process_is_left() -> Iterator[None]:
-    """Every process that is started within has ended soon after."""
-    marked = MarkedProcess()
-    marked.mark = uuid.uuid4().hex
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, marked.mark)
-        yield
-    wait_until(lambda: not marked.processes(), 10)
 
 
 ELEMENTS = 1 << 22  # more than any buffer between two workers holds

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from driver_script import Script, wait_until
-from joined_run import Joiner, Run, joined_by, no_process_is_left, one_leaves
+from joined_run import Joiner, Run, joined_by, one_leaves
 from whole_program import Listening, check_everything, everything
 
 from manyhands.engines.base import LaunchSpec
@@ -52,7 +52,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         return joined_by(2)(address)
 
     ran = Ran(Run(Hosts(local_workers=2), begin), Listening(4))
-    with no_process_is_left(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANYHANDS_CREDENTIALS", str(path))
         server = {"server": ServerSpec(rule="add"), "servers": 2}
         spec = LaunchSpec(workers=4, timeout_s=30, threads_per_worker=1, observer=ran.listening, **server)
