@@ -7,21 +7,18 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from driver_script import wait_until
 
 from manyhands.engines.cluster import Cluster
-from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
 from manyhands.errors import BadInput, WorkerFailed
 
@@ -31,23 +28,10 @@ def forever() -> None:
     threading.Event().wait(1000)
 
 
-def serving(cluster: Cluster) -> socket.socket:
-    """A listener at the process's own address, as a framework opens it."""
-    host, _, port = cluster.address.rpartition(":")
-    return socket.create_server((host, int(port)))
-
-
-def is_free(address: str) -> bool:
+def listening(address: str) -> socket.socket:
+    """As a framework listens at a process's own address."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_server((host, int(port))).close()
-    except OSError:
-        return False
-    return True
-
-
-def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
+    return socket.create_server((host, int(port)))
 
 
 def ddp(cluster: Cluster, rows: int) -> tuple[int, float, list[float]]:
@@ -75,7 +59,7 @@ def test_a_ddp_program_runs_unchanged(local: Local) -> None:
 @pytest.mark.slow
 def test_who_serves_for_ever_is_ended_and_no_port_is_left(local: Local, tmp_path: Path) -> None:
     def program(cluster: Cluster) -> Any:
-        with serving(cluster):
+        with listening(cluster.address):
             (tmp_path / cluster.role).write_text(str(os.getpid()))
             while cluster.role == "worker" and len(list(tmp_path.iterdir())) < 3:
                 time.sleep(0.01)
@@ -87,35 +71,31 @@ def test_who_serves_for_ever_is_ended_and_no_port_is_left(local: Local, tmp_path
     assert (found["ps"], found["evaluator"]) == ([None], [None])
     (addresses,) = found["worker"]
     assert [len(addresses[role]) for role in ("worker", "ps", "evaluator")] == [1, 1, 1]
-    assert all(is_free(address) for held in addresses.values() for address in held)
-    assert all(gone(int(path.read_text())) for path in tmp_path.iterdir())
+    for address in (address for held in addresses.values() for address in held):
+        listening(address).close()
+    assert not any(Path("/proc", path.read_text()).exists() for path in tmp_path.iterdir())
 
 
-def raises(cluster: Cluster, role: str, index: int) -> None:
-    if (cluster.role, cluster.index) == (role, index):
-        raise KeyError("of the user")
-    forever()
+def raises() -> None:
+    raise KeyError("of the user")
 
 
-def dies(cluster: Cluster, role: str, index: int) -> None:
-    if (cluster.role, cluster.index) == (role, index):
-        os.kill(os.getpid(), signal.SIGKILL)
-    forever()
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("function", "role", "index", "words"),
-    [
-        (raises, "worker", 1, r"failed in phase user.*KeyError: 'of the user'\n\nTraceback"),
-        (dies, "evaluator", 0, "was killed by signal 9"),
-    ],
-)
-def test_what_ends_one_ends_all_under_its_roles_name(
-    local: Local, function: Any, role: str, index: int, words: str
-) -> None:
+def test_what_ends_one_ends_all_under_its_roles_name(local: Local) -> None:
     """Also one for whose return nobody waits."""
-    with pytest.raises(WorkerFailed, match=rf"^{role} {index} on \S+ {words}"):
-        local.run(function, role, index, workers=2, roles={"chief": 1, "evaluator": 1})
+    raised = r"failed in phase user.*KeyError: 'of the user'\n\nTraceback"
+    for end, role, index, words in ((raises, "worker", 1, raised), (dies, "evaluator", 0, "was killed by signal 9")):
+
+        def program(cluster: Cluster, end: Callable[[], None] = end, place: Any = (role, index)) -> None:
+            if (cluster.role, cluster.index) == place:
+                end()
+            forever()
+
+        with pytest.raises(WorkerFailed, match=rf"^{role} {index} on \S+ {words}"):
+            local.run(program, workers=2, roles={"chief": 1, "evaluator": 1})
 
 
 def test_bad_input_says_whose_it_is(local: Local) -> None:
@@ -168,39 +148,3 @@ def test_tensorboard_beside_the_chief(local: Local, tmp_path: Path, caplog: pyte
     assert boards() == []
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen((tmp_path / "url").read_text(), timeout=30)
-
-
-@pytest.mark.slow
-def test_a_joined_host_has_its_own_addresses_and_gives_rows_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two hosts, both this one, by two of its addresses."""
-    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    engine, joined = Hosts(local_workers=1), []
-
-    def join(line: str) -> None:
-        if found := re.search(r"manyhands join (\S+)", line):
-            command = "from manyhands.cli.commands import main; main()"
-            options = ["join", found[1], "--workers", "2", "--listen", "127.0.0.2"]
-            joined.append(subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL))
-
-    engine.announcer.say = join
-
-    def program(cluster: Any) -> Any:  # by value: the joined host does not have this file
-        if cluster.role == "ps":
-            threading.Event().wait(100)
-        for rows in cluster.rows(7, shuffle=False):
-            cluster.emit(rows * 2)
-        hosts = [cluster.addresses[role][0].rpartition(":")[0] for role in ("worker", "ps")]
-        return hosts, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-
-    try:
-        found = engine.run(program, workers=2, roles={"ps": 1}, rows=np.arange(50.0))
-        assert np.array_equal(found.pop("rows"), np.arange(50.0) * 2)
-        hosts = ["127.0.0.1", "127.0.0.2"]
-        assert found == {"worker": [(hosts, ["0", "0", "1"]), (hosts, ["1", "0", "1"])], "ps": [None]}
-        assert joined[0].wait(30) == 0
-    finally:
-        for process in joined:
-            process.kill()
-            process.wait()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,7 +24,9 @@ Program = Callable[[Worker], Any]
 CHECKS = [check for check in ENGINE_SUITE if check != "nothing_left"]  # which is of a process of its own
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [pytest.param(one, marks=pytest.mark.slow) if one == "groups_of_some" else one for one in CHECKS]
+)
 def test_local_passes(local: Local, check: str) -> None:
     """CASES 21, 28"""
     ENGINE_SUITE[check](local, workers=2)
@@ -63,9 +66,10 @@ def without_threads(program: Program, plan: LaunchSpec) -> list[Any]:
 
 
 def stays_current(program: Program, plan: LaunchSpec) -> list[Any]:
-    values = local_launch(program, plan)
-    set_current(Worker())
-    return values
+    try:
+        return local_launch(program, plan)
+    finally:
+        set_current(Worker())
 
 
 def wrong_group(program: Program, plan: LaunchSpec) -> list[Any]:
@@ -96,26 +100,16 @@ def anonymous(program: Program, plan: LaunchSpec) -> list[Any]:
         raise WorkerFailed("a worker failed", error=error.error, **place) from error  # type: ignore[arg-type]
 
 
-def with_observer(program: Program, plan: LaunchSpec, observer: Observer) -> list[Any]:
-    return local_launch(program, LaunchSpec(workers=plan.workers, threads_per_worker=1, observer=observer))
-
-
 def deaf(program: Program, plan: LaunchSpec) -> list[Any]:
-    """Events come late, the newest first; rows never."""
+    """Events come late, the newest first; rows never, and nobody asks for a stop."""
     heard: list[Any] = []
     late = Observer()
     late.event = lambda event: heard.insert(0, event)  # type: ignore[method-assign]
     late.answer = plan.observer.answer  # type: ignore[method-assign]
-    values = with_observer(program, plan, late)
+    values = local_launch(program, replace(plan, observer=late))
     for event in heard:
         plan.observer.event(event)
     return values
-
-
-def never_stops(program: Program, plan: LaunchSpec) -> list[Any]:
-    content = Observer()
-    content.event = plan.observer.event  # type: ignore[method-assign]
-    return with_observer(program, plan, content)
 
 
 def other_thread(program: Program, plan: LaunchSpec) -> list[Any]:
@@ -126,16 +120,17 @@ def other_thread(program: Program, plan: LaunchSpec) -> list[Any]:
     return values
 
 
-LEFT: list[Any] = []
+LEFT = ExitStack()
 
 
 def leaky(program: Program, plan: LaunchSpec) -> list[Any]:
-    LEFT.append(open(os.devnull))  # noqa: SIM115
+    LEFT.enter_context(open(os.devnull))  # noqa: SIM115
     return local_launch(program, plan)
 
 
 def orphans(program: Program, plan: LaunchSpec) -> list[Any]:
-    LEFT.append(subprocess.Popen(["sleep", "30"]))
+    process = LEFT.enter_context(subprocess.Popen(["sleep", "30"]))
+    LEFT.callback(process.kill)
     return local_launch(program, plan)
 
 
@@ -143,13 +138,7 @@ def orphans(program: Program, plan: LaunchSpec) -> list[Any]:
 def tidied() -> Iterator[None]:
     yield
     set_current(None)
-    for one in LEFT:
-        if isinstance(one, subprocess.Popen):
-            one.kill()
-            one.wait(10)
-        else:
-            one.close()
-    LEFT.clear()
+    LEFT.close()
 
 
 @pytest.mark.usefixtures("tidied")
@@ -166,7 +155,7 @@ def tidied() -> Iterator[None]:
         (anonymous, 1, "failure", "'step': 7.*got.*'step': 0"),
         (deaf, 1, "events", "expected the order of sending"),
         (deaf, 1, "rows", "expected 4 pieces of rows, each once; got 0"),
-        (never_stops, 1, "stopping", r"expected \('', 'enough'\), got \[\('', ''\)\]"),
+        (deaf, 1, "stopping", r"expected \('', 'enough'\), got \[\('', ''\)\]"),
         (other_thread, 1, "events", "another thread"),
         (leaky, 1, "nothing_left", "descriptors"),
         (orphans, 1, "nothing_left", "processes"),

@@ -93,9 +93,8 @@ def test_a_report_is_of_this_process(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a\n", f"{IN}/a/cpu.max": "150000 100000", "proc/sys/kernel/random/boot_id": "b"}
     own = cores.report(3, fake(tmp_path, files))
     assert (own["threads"], own["cores"], own["quota"], own["machine"]) == (3, "ff", 1.5, "b")
-    assert cores.shared([own]) == [
-        {"host": own["host"], "workers": 1, "threads": 3, "cores": 1},
-        {"host": own["host"], "workers": 1, "threads": 3, "cores": 8},
+    assert [(one["host"], one["threads"], one["cores"]) for one in cores.shared([own])] == [
+        (own["host"], 3, quota) for quota in (1, 8)
     ]
 
 
@@ -125,9 +124,6 @@ def test_the_limit_is_raised_where_it_must_and_restored(monkeypatch: pytest.Monk
     Limits(monkeypatch, 1024, 1024)
     with pytest.raises(BadInput, match="the limit is 1024: raise it"), descriptors.room_for_descriptors(2000):
         pass
-
-
-def test_a_process_of_ours_takes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     system = Limits(monkeypatch, 256, 4096)
     descriptors.raise_limit_of_descriptors()
     assert system.now == (4096, 4096)

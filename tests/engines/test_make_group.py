@@ -20,8 +20,8 @@ from manyhands.engines.driver.driver import Rendezvous
 from manyhands.engines.hosts.network import Network
 from manyhands.engines.hosts.secret import Secret
 from manyhands.engines.make_group import Meet, Topology, make_group, meet_at
-from manyhands.errors import BadInput, ManyhandsError, PeerLost, Unsupported
-from refusals import all_refused
+from manyhands.errors import ManyhandsError, PeerLost, Unsupported
+from refusals import all_refused, refused
 
 Meetings = Callable[[int], Meet]  # by rank
 
@@ -82,33 +82,33 @@ def ring_of_messages(group: Group) -> float:
     return got.item()
 
 
-@pytest.mark.parametrize(
-    ("place", "hosts", "kind"),
-    [
-        (at_a_hash_store, [[0, 1, 2]], SharedMemoryGroup),
-        (at_a_driver, [[0, 1, 2]], SharedMemoryGroup),
-        (at_a_file, [[0], [1], [2]], RingGroup),
-        (at_a_driver, [[0], [1], [2]], RingGroup),
-        (at_a_driver, [[0]], SoloGroup),
-    ],
-)
-def test_wherever_workers_can_meet_they_get_the_group_of_their_topology(
-    tmp_path: Path, place: Callable[[Path], Meetings], hosts: list[list[int]], kind: type[Group]
-) -> None:
-    turns = threading.Barrier(sum(map(len, hosts)))
+KINDS: list[tuple[Callable[[Path], Meetings], list[list[int]], type[Group]]] = [
+    (at_a_hash_store, [[0, 1, 2]], SharedMemoryGroup),
+    (at_a_driver, [[0, 1, 2]], SharedMemoryGroup),
+    (at_a_file, [[0], [1], [2]], RingGroup),
+    (at_a_driver, [[0], [1], [2]], RingGroup),
+    (at_a_driver, [[0]], SoloGroup),
+]
 
-    def program(rank: int, topology: Topology, meet: Meet, net: Network | None) -> list[Any]:
-        group = make_group(topology, meet, network=net)
-        found = [type(group), group.rank, group.size]
-        if isinstance(group, RingGroup):  # shared memory is one thread's at a time
-            found.append(ring_of_messages(group))
-        turns.wait(20)
-        group.close()
-        return found
 
-    size = sum(map(len, hosts))
-    for rank, found in enumerate(on_threads(hosts, place(tmp_path), program)):
-        assert found == [kind, rank, size, *([10.0 + (rank - 1) % size] if kind is RingGroup else [])]
+def test_wherever_workers_can_meet_they_get_the_group_of_their_topology(tmp_path: Path) -> None:
+    for place, hosts, kind in KINDS:
+        size = sum(map(len, hosts))
+        turns = threading.Barrier(size)
+
+        def program(
+            rank: int, topology: Topology, meet: Meet, net: Network | None, turns: threading.Barrier = turns
+        ) -> list[Any]:
+            group = make_group(topology, meet, network=net)
+            found = [type(group), group.rank, group.size]
+            if isinstance(group, RingGroup):  # shared memory is one thread's at a time
+                found.append(ring_of_messages(group))
+            turns.wait(20)
+            group.close()
+            return found
+
+        for rank, found in enumerate(on_threads(hosts, place(tmp_path), program)):
+            assert found == [kind, rank, size, *([10.0 + (rank - 1) % size] if kind is RingGroup else [])], place
 
 
 @pytest.mark.parametrize("place", [at_a_hash_store, at_a_driver])
@@ -158,19 +158,8 @@ def test_the_lost_one_of_a_part_has_its_name_in_the_run(tmp_path: Path, hosts: l
     assert on_threads(hosts, at_a_hash_store(tmp_path), program) == [None, lost, None, lost, lost]
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
-    store = HashStore()
-    with pytest.raises(ManyhandsError, match=r"worker 0 waited for the workers \[0, 1\] to set up 'tea'"):
-        meet_at(store, 0, 0.1)("tea", [0, 1], None)
-
-
 def topology_of(rank: int, hosts: list[list[int]], **fields: Any) -> Topology:
     return Topology(rank=rank, hosts=hosts, names=list("abc")[: len(hosts)], device=torch.device("cpu"), **fields)
-
-
-def test_members_are_some_of_the_workers_in_order_this_one_among_them() -> None:
-    members = [([0, 2], ""), ([1, 0], ""), ([1, 1], ""), ([1, 7], ""), ([], "made by worker 1 must list this worker")]
-    all_refused(topology_of(1, [[0, 1], [2]]).of, members)
 
 
 def test_a_part_keeps_its_hosts_and_ranks_that_a_launcher_deals_in_turn_their_order() -> None:
@@ -180,13 +169,19 @@ def test_a_part_keeps_its_hosts_and_ranks_that_a_launcher_deals_in_turn_their_or
     assert (in_turn.members, in_turn.host_names) == ([0, 1, 2, 3], ["a", "b", "a", "b"])
     part = in_turn.of([1, 2])
     assert (part.members, part.hosts, part.host_names) == ([1, 2], [[2], [1]], ["b", "a"])
-    with pytest.raises(BadInput, match="in that order"):
-        in_turn.of([2, 1])
+    refused("in that order", in_turn.of, [2, 1])
+    members = [([0, 2], ""), ([1, 0], ""), ([1, 1], ""), ([1, 7], ""), ([], "made by worker 1 must list this worker")]
+    all_refused(topology_of(1, [[0, 1], [2]]).of, members)
 
 
 def test_groups_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(Unsupported, match="must have all workers of the run"):  # a part of what torch links
-        make_group(topology_of(0, [[0], [1]], over_torch=True), lambda name, ranks, value: [value])
-    with pytest.raises(BadInput, match="needs a network between them"):
-        make_group(topology_of(0, [[0], [1]]), lambda name, ranks, value: [value])
+
+    def meet(name: str, ranks: Sequence[int], value: Any) -> list[Any]:
+        return [value]
+
+    part = topology_of(0, [[0], [1]], over_torch=True)  # of what torch links
+    refused("must have all workers of the run", make_group, part, meet, kind=Unsupported)
+    refused("needs a network between them", make_group, topology_of(0, [[0], [1]]), meet)
+    words = r"worker 0 waited for the workers \[0, 1\] to set up 'tea'"
+    refused(words, meet_at(HashStore(), 0, 0.1), "tea", [0, 1], None, kind=ManyhandsError)

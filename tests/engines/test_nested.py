@@ -41,7 +41,7 @@ class Outer(SoloDriverClient):
 
     def __init__(self, reason: str = "") -> None:
         self.places: list[tuple[str, int]] = []
-        self.reason = reason
+        self.should_stop = lambda: reason  # type: ignore[method-assign]
 
     def _none(self, *_: Any) -> Any:
         raise AssertionError("it does not concern the launcher")
@@ -52,20 +52,14 @@ class Outer(SoloDriverClient):
     def progress(self, phase: str, step: int) -> None:
         self.places.append((phase, step))
 
-    @override
-    def should_stop(self) -> str:
-        return self.reason
-
 
 def inside(worker: Worker, program: Any, **plan: Any) -> list[Any]:
     return Nested(worker=worker).launch(program, LaunchSpec(**{"workers": worker.size, **plan}))
 
 
 def test_each_rank_gets_its_own_value_in_its_place() -> None:
-    def program(worker: Worker) -> list[Any]:
-        return inside(worker, lambda inner: inner.rank * 10 + inner.size)
-
-    assert together(3, program) == [[3, None, None], [None, 13, None], [None, None, 23]]
+    found = together(3, lambda worker: inside(worker, lambda inner: inner.rank * 10 + inner.size))
+    assert found == [[3, None, None], [None, 13, None], [None, None, 23]]
 
 
 def test_events_of_all_ranks_reach_the_first_at_collect() -> None:
@@ -84,14 +78,8 @@ def test_events_of_all_ranks_reach_the_first_at_collect() -> None:
         worker.driver = Outer()
         return inside(worker, run, observer=observer)[worker.rank]  # type: ignore[no-any-return]
 
-    first, second = together(2, program)
-    assert first == [
-        [(0, 1)],
-        [(0, 1), (1, 1)],
-        [(0, 1), (1, 1), (0, 2)],
-        [(0, 1), (1, 1), (0, 2), (1, 2)],
-    ]
-    assert second == [[], [], [], []]
+    events = [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert together(2, program) == [[events[:n] for n in (1, 2, 3, 4)], [[]] * 4]
 
 
 def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank() -> None:
@@ -124,13 +112,11 @@ def test_what_the_observer_raises_is_known_as_its_own() -> None:
 
 
 def test_the_launcher_hears_of_progress_and_of_the_end() -> None:
-    """After the run it is the user's own code again, which may take as long as it likes."""
+    """After the run, and after an error with which the script may go on, it is the user's own code again, which may take as
+    long as it likes; after another error the launcher knows where."""
     outer = Outer()
     inside(Worker(driver=outer), lambda inner: inner.driver.progress("compute", 7))
     assert outer.places == [("compute", 7), (USER, 7)]
-
-
-def test_after_an_error_the_launcher_knows_where_unless_the_script_may_go_on() -> None:
     for error, left in ((BadInput("no"), (USER, 7)), (KeyError("no"), ("compute", 7))):
         outer = Outer()
 
@@ -163,18 +149,12 @@ def test_each_run_counts_its_own_traffic_after_an_error_too() -> None:
 
 
 def test_what_the_launcher_decides_cannot_be_asked_for() -> None:
-    def program(worker: Worker) -> None:
-        raise AssertionError("nothing may run")
-
+    words = r"workers=3 was given inside a run with workers=1: leave.* out[\s\S]*engine=\"local\", workers=1"
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"workers": 3},
-            r"workers=3 was given inside a run with workers=1: leave.* out[\s\S]*engine=\"local\", workers=1",
-        ),
+        ({"workers": 3}, words),
         ({"device": "cuda"}, "device='cuda' inside a run: leave device out, this worker has cpu already"),
         ({"threads_per_worker": 2}, "threads_per_worker=2 .* inside a run: .*manyhands run --threads-per-worker"),
         ({"server": ServerSpec(rule="add")}, "needs an engine that starts it"),
     ]
-    all_refused(
-        lambda plan: inside(Worker(device=torch.device("cpu")), program, **plan), cases, (BadInput, Unsupported)
-    )
+    worker = Worker(device=torch.device("cpu"))
+    all_refused(lambda plan: inside(worker, pytest.fail, **plan), cases, (BadInput, Unsupported))

@@ -24,50 +24,36 @@ BANDWIDTHS |= {"1Gbit": 1e9, "2.5Gbit": 2.5e9, "1Tbit": 1e12, "1000bit": 1e3, "i
 def test_times_and_bandwidths() -> None:
     assert {text: read_seconds(text, "latency") for text in [*TIMES, ".5"]} == {**TIMES, ".5": 0.5}
     assert {text: read_bandwidth(text, "bandwidth") for text in BANDWIDTHS} == BANDWIDTHS
-    all_refused(
-        lambda text: read_seconds(text, "latency"),
-        [
-            (text, "latency must be a time in seconds, such as")
-            for text in ("", "1m", "10MS", "-1", "1 0", "nan", "inf", "1min", "s", "1e", "1,5")
-        ],
-    )
+    no_times = ("", "1m", "10MS", "-1", "1 0", "nan", "inf", "1min", "s", "1e", "1,5")
+    words = "latency must be a time in seconds, such as"
+    all_refused(lambda text: read_seconds(text, "latency"), [(text, words) for text in no_times])
     words = r"bandwidth must be a number of bit/s above 0, such as 1e9.*; got '[^']*'$"
     no_bandwidths = [(text, words) for text in ("", "0", "-1", "1G", "100M", "nan", "Mbit", "1Xbit")]
-    bytes_ = [(text, "bytes are not bits, 1 MB/s is 8Mbit") for text in ("100MB", "100MB/s", "1GBps", "8B")]
-    all_refused(
-        lambda text: read_bandwidth(text, "bandwidth"), [*no_bandwidths, *bytes_, ("100 Mbyte", "are not bits")]
-    )
+    words = "bytes are not bits, 1 MB/s is 8Mbit"
+    bytes_ = [(text, words) for text in ("100MB", "100MB/s", "1GBps", "8B", "100 Mbyte")]
+    all_refused(lambda text: read_bandwidth(text, "bandwidth"), [*no_bandwidths, *bytes_])
 
 
-def test_factors() -> None:
+def test_factors_and_numbers() -> None:
     assert [read_factor(text, "3") for text in ("5x", "0.5x", "2")] == [5.0, 0.5, 2.0]
     no_factors = [(text, "3 must be a factor above 0, such as 5x") for text in ("0x", "-1x", "x", "5y", "")]
     all_refused(lambda text: read_factor(text, "3"), no_factors)
+
+    expect_number(0, "row", least=0)
+    odd = [(value, "row must be a finite number; got") for value in (math.nan, math.inf, True, "1", None)]
+    all_refused(lambda value: expect_number(value, "row"), odd)
+    all_refused(lambda value: expect_number(value, "row", least=0), [(-1, "row must be at least 0; got -1")])
+    all_refused(lambda value: expect_number(value, "row", above=0), [(0, "row must be above 0; got 0")])
+    for value, text in ((1e9, "1e+09"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (math.inf, "inf")):
+        assert (shown(value), float(text)) == (text, value)
 
 
 def test_items() -> None:
     assert read_items("lan, a=1 ,b='x,y'", "network") == [("lan", ""), ("a", "1"), ("b", "x,y")]
     assert read_items("[a=1,b=2]", "network") == [("a", "1"), ("b", "2")]
     assert read_items("  ", "network") == []
-    all_refused(
-        lambda text: read_items(text, "network"),
-        [(text, "network must be option=value") for text in ("a=", "=1", "a=1,,b=2")],
-    )
-
-
-def test_numbers_of_dataclasses() -> None:
-    expect_number(0, "row", least=0)
-    odd = [(value, "row must be a finite number; got") for value in (math.nan, math.inf, True, "1", None)]
-    all_refused(lambda value: expect_number(value, "row"), odd)
-    with pytest.raises(BadInput, match="row must be at least 0; got -1"):
-        expect_number(-1, "row", least=0)
-    with pytest.raises(BadInput, match="row must be above 0; got 0"):
-        expect_number(0, "row", above=0)
-
-
-def test_a_number_is_shown_short_and_exact() -> None:
-    for value, text in ((1e9, "1e+09"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (math.inf, "inf")):
-        assert (shown(value), float(text)) == (text, value)
+    no_items = [(text, "network must be option=value") for text in ("a=", "=1", "a=1,,b=2")]
+    all_refused(lambda text: read_items(text, "network"), no_items)
 
 
 def test_ranks_are_chief_workers_ps_evaluator_whatever_the_order_asked() -> None:
@@ -89,25 +75,23 @@ def test_until_says_whose_return_ends_the_run() -> None:
 
 
 def test_what_no_cluster_can_be() -> None:
-    one = {"workers": 1, "others": {}}
-    all_refused(
-        lambda options: Roles(**options),
-        [
-            ({"workers": 0, "others": {}}, "workers must be a whole number of at least 1, not 0"),
-            ({"workers": 1, "others": {"worker": 2}}, "must not contain worker"),
-            ({"workers": 1, "others": {"ps": True}}, "number of ps must be a whole number, 0 or more, not True"),
-            ({"workers": 1, "others": {"chief": 2}}, "at most one chief, not 2"),
-            ({"workers": 1, "others": {"evaluator": 2}}, "at most one evaluator, not 2"),
-            (one | {"until": "worker"}, r"until must be a tuple of roles.*'worker',"),
-            (one | {"until": ("chief",)}, "names no role of this cluster: choose from worker"),
-            (one | {"until": ()}, "names no role of this cluster"),
-        ],
-    )
-    unknown = [
-        ({"workers": 1, "others": {"master": 1}}, "no role 'master'; choose from chief, ps, evaluator"),
-        (one | {"until": ("boss",)}, "no role 'boss'; choose from chief, worker, ps"),
+    one: dict[str, Any] = {"workers": 1, "others": {}}
+    wrong = [
+        ({"workers": 0}, "workers must be a whole number of at least 1, not 0"),
+        ({"others": {"worker": 2}}, "must not contain worker"),
+        ({"others": {"ps": True}}, "number of ps must be a whole number, 0 or more, not True"),
+        ({"others": {"chief": 2}}, "at most one chief, not 2"),
+        ({"others": {"evaluator": 2}}, "at most one evaluator, not 2"),
+        ({"until": "worker"}, r"until must be a tuple of roles.*'worker',"),
+        ({"until": ("chief",)}, "names no role of this cluster: choose from worker"),
+        ({"until": ()}, "names no role of this cluster"),
     ]
-    all_refused(lambda options: Roles(**options), unknown, UnknownName)
+    all_refused(lambda options: Roles(**{**one, **options}), wrong)
+    unknown = [
+        ({"others": {"master": 1}}, "no role 'master'; choose from chief, ps, evaluator"),
+        ({"until": ("boss",)}, "no role 'boss'; choose from chief, worker, ps"),
+    ]
+    all_refused(lambda options: Roles(**{**one, **options}), unknown, UnknownName)
 
 
 def test_a_launch_names_and_awaits_by_roles_and_else_calls_all_workers() -> None:
@@ -143,21 +127,16 @@ def test_an_unknown_option_lists_what_there_is() -> None:
     assert field_docs(Survive).keys() == {field.name for field in dataclasses.fields(Survive)}
 
 
-def test_a_text_that_cannot_be_read_says_what_was_expected() -> None:
-    all_refused(
-        Survive.of,
-        [
-            ("3", "cannot read '3'.*expected option=value"),
-            ("max_losses=some", "max_losses must be a whole number.*one of any"),
-            ("replace=perhaps", "replace must be true or false"),
-            ("min_workers=2.5", "min_workers must be a whole number"),
-            ("wait_s=long", "wait_s must be a number"),
-            (3, "survive must be a text.*got int"),
-        ],
-    )
-
-
-def test_a_number_without_sense_is_refused() -> None:
+def test_what_makes_no_sense_is_refused() -> None:
+    unread: list[tuple[Any, str]] = [
+        ("3", "cannot read '3'.*expected option=value"),
+        ("max_losses=some", "max_losses must be a whole number.*one of any"),
+        ("replace=perhaps", "replace must be true or false"),
+        ("min_workers=2.5", "min_workers must be a whole number"),
+        ("wait_s=long", "wait_s must be a number"),
+        (3, "survive must be a text.*got int"),
+    ]
+    all_refused(Survive.of, unread)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_losses": -1}, "max_losses must be a whole number of at least 0, or any; got -1"),
         ({"max_losses": 1.5}, "max_losses .* got 1.5"),

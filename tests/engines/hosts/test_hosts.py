@@ -61,26 +61,18 @@ def test_one_worker_runs_in_this_process() -> None:
     assert Hosts().launch(lambda worker: worker.size, LaunchSpec(workers=1)) == [1]
 
 
-class Stopped(Observer):
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def stopping(self) -> str:
-        return self.reason
-
-
-def hosts(**fields: Any) -> tuple[Hosts, list[str]]:
-    output: list[str] = []
-    engine = Hosts(**fields)
+def missed(output: list[str], words: str = "still missing: ", workers: int = 2, **fields: Any) -> None:
+    """Nobody joins a launch, and what it says goes to `output`."""
+    engine = Hosts(local_workers=1, wait_s=0.1, **fields)
     engine.announcer.say = output.append
-    return engine, output
+    with pytest.raises(ManyhandsError, match=words):
+        engine.launch(print, LaunchSpec(workers=workers))
 
 
 def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
-    engine, output = hosts(local_workers=1, wait_s=0.2)
+    output: list[str] = []
     words = r"waited 0 s for the other hosts; .* 1 of 3 .*; start `manyhands join` .*missing: 2\)"
-    with pytest.raises(ManyhandsError, match=words):
-        engine.launch(print, LaunchSpec(workers=3))
+    missed(output, words, workers=3)
     assert f"MANYHANDS_CREDENTIALS={credentials} manyhands join 127.0.0.1:" in output[0]
     assert "--workers 2\n" in output[0]
     assert credentials.stat().st_mode & 0o777 == 0o600  # the user named it: it stays
@@ -89,30 +81,29 @@ def test_whoever_does_not_come_is_missed(credentials: Path) -> None:
 def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "my run; touch $(x)'s.pem"
     monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(path))
-    for listen in ("127.0.0.1", "0.0.0.0"):
-        engine, output = hosts(local_workers=1, wait_s=0.1, listen=listen)
-        with pytest.raises(ManyhandsError, match="still missing: 1"):
-            engine.launch(print, LaunchSpec(workers=2))
-        *_, command = [line for line in output[0].splitlines() if "manyhands join" in line]
-        name = str(path) if listen == "127.0.0.1" else path.name
+    for listen, name in (("127.0.0.1", str(path)), ("0.0.0.0", path.name)):
+        output: list[str] = []
+        missed(output, listen=listen)
+        lines = output[0].splitlines()
+        *_, command = [line for line in lines if "manyhands join" in line]
         assert shlex.split(command)[:3] == [f"MANYHANDS_CREDENTIALS={name}", "manyhands", "join"]
-        if listen != "127.0.0.1":
-            (copy,) = [line for line in output[0].splitlines() if "scp" in line]
-            assert shlex.split(copy)[2].endswith(f":{path}")
+    (copy,) = [line for line in lines if "scp" in line]
+    assert shlex.split(copy)[2].endswith(f":{path}")
 
 
-@pytest.mark.parametrize(("reason", "error"), [(PREEMPTED, Preempted), ("callback", ManyhandsError)])
-def test_the_wait_can_be_stopped(credentials: Path, reason: str, error: type[Exception]) -> None:
-    engine, _ = hosts(local_workers=1, wait_s=60)
-    with pytest.raises(error, match=f"asked to stop .{reason}. while waiting for the other hosts"):
-        engine.launch(print, LaunchSpec(workers=2, observer=Stopped(reason)))
+@pytest.mark.usefixtures("credentials")
+def test_the_wait_can_be_stopped() -> None:
+    stopped = Observer()
+    stopped.stopping = lambda: PREEMPTED  # type: ignore[method-assign]
+    with pytest.raises(Preempted, match=f"asked to stop .{PREEMPTED}. while waiting for the other hosts"):
+        Hosts(local_workers=1, wait_s=60).launch(print, LaunchSpec(workers=2, observer=stopped))
 
 
 def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen: list[list[str]] = []
-    engine, _ = hosts(local_workers=1, wait_s=0.2)
+    engine = Hosts(local_workers=1, wait_s=0.1)
     engine.announcer.say = lambda text: seen.append([path.name for path in tmp_path.rglob("*.pem")])
     with pytest.raises(ManyhandsError, match="still missing: 1"):
         engine.launch(print, LaunchSpec(workers=2))
@@ -120,15 +111,15 @@ def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_tls_only_loopback_unless_said_twice(credentials: Path) -> None:
+@pytest.mark.usefixtures("credentials")
+def test_without_tls_only_loopback_unless_said_twice() -> None:
     words = r"without TLS anybody on that network .*add --plain-network .plain_network=on."
     far = [(address, words) for address in ("0.0.0.0", "10.0.0.1", "::", "somewhere", "")]
     all_refused(lambda address: Hosts(listen=address, tls=False), far)
     for address in ("127.0.0.1", "::1", "localhost"):
         assert not Hosts(listen=address, tls=False).tls
-    engine, output = hosts(listen="0.0.0.0", tls=False, plain_network=True, wait_s=0.1)
-    with pytest.raises(ManyhandsError, match="still missing: 1"):
-        engine.launch(print, LaunchSpec(workers=2))
+    output: list[str] = []
+    missed(output, listen="0.0.0.0", tls=False, plain_network=True)
     for said in ("WITHOUT TLS", "can replace the program that joining hosts run", "--no-tls --plain-network"):
         assert said in output[0]
 
@@ -138,7 +129,7 @@ def test_credentials_that_others_may_read_are_refused(credentials: Path) -> None
     credentials.chmod(0o644)
     for tls in (True, False):
         with pytest.raises(BadInput, match="has mode 0644"):
-            hosts(tls=tls)[0].launch(print, LaunchSpec(workers=2))
+            Hosts(tls=tls).launch(print, LaunchSpec(workers=2))
 
 
 def test_the_address_that_workers_of_other_hosts_are_told_where_it_listens_on_all() -> None:

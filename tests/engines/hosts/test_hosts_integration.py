@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from driver_script import Script, wait_until
 from joined_run import Joiner, Run, joined_by, one_leaves
@@ -102,6 +107,38 @@ def test_a_worker_that_finishes_first_leaves_its_peers_at_work() -> None:
     """It leads its host, which is linked with the first one by a ring."""
     run = Run(Hosts(local_workers=1), joined_by(2))
     assert run.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
+
+
+@pytest.mark.usefixtures("credentials", "nothing_is_left")
+def test_roles_of_a_joined_host_have_its_own_addresses_and_give_rows_back() -> None:
+    """Two hosts, both this one, by two of its addresses; the second joins with the command itself."""
+    joined: list[subprocess.Popen[bytes]] = []
+
+    def begin(address: str) -> list[Joiner]:
+        command = "from manyhands.cli.commands import main; main()"
+        options = ["join", address, "--workers", "2", "--listen", "127.0.0.2"]
+        joined.append(subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL))
+        return []
+
+    def program(cluster: Any) -> Any:  # by value: the joined host does not have this file
+        if cluster.role == "ps":
+            threading.Event().wait(100)
+        for rows in cluster.rows(7, shuffle=False):
+            cluster.emit(rows * 2)
+        hosts = [cluster.addresses[role][0].rpartition(":")[0] for role in ("worker", "ps")]
+        return hosts, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+
+    run = Run(Hosts(local_workers=1), begin)
+    try:
+        found = run.during(lambda: run.engine.run(program, workers=2, roles={"ps": 1}, rows=np.arange(50.0)))
+        assert np.array_equal(found.pop("rows"), np.arange(50.0) * 2)
+        hosts = ["127.0.0.1", "127.0.0.2"]
+        assert found == {"worker": [(hosts, ["0", "0", "1"]), (hosts, ["1", "0", "1"])], "ps": [None]}
+        assert joined[0].wait(30) == 0
+    finally:
+        for process in joined:
+            process.kill()
+            process.wait()
 
 
 WAITING = """

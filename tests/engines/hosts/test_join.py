@@ -58,15 +58,15 @@ class Crew:
     def send(self, process_index: int, body: Body) -> None:
         self.notes.append((process_index, body))
 
-    def signal(self, number: int, process_indices: Any = None) -> None:
-        self.notes.append(number if process_indices is None else (number, process_indices))
+    def signal(self, *order: Any) -> None:
+        self.notes.append(order)
 
     def start_worker(self, worker_id: int, faults: str) -> None:
         self.process_indices.append(worker_id)
         self.notes.append((worker_id, faults))
 
-    def form(self, generation: int, hosts: list[list[int]], names: list[str]) -> None:
-        self.notes.append((generation, hosts, names))
+    def form(self, *order: Any) -> None:
+        self.notes.append(order)
 
     def stacks(self) -> dict[int, str]:
         return {2: "stack"}
@@ -110,7 +110,8 @@ class Joined(Line):
         super().__init__()
         self.output: list[str] = []
         self.error: BaseException | None = None
-        offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3)
+        own = {"MANYHANDS_CACHE": "/here", "MANYHANDS_STRATEGY": "sync"}
+        offer = Join(address="127.0.0.1:1", workers=2, listen="10.0.0.2", threads=3, variables=own)
         self.agent = Agent(offer, SECRET, None, self.output.append)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self._serve, args=(MessageChannel(self.far, self.agent.memory_for),))
         self.thread.start()
@@ -188,11 +189,14 @@ def line() -> Iterator[WithAgent]:
 
 
 def test_the_program_arrives_and_a_host_has_a_place_of_its_own(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's variables travel; its cache folder is for hosts that have none."""
+    monkeypatch.setenv("MANYHANDS_CACHE", "/drivers")
+    monkeypatch.setenv("MANYHANDS_STRATEGY", "easgd")
     crew = joined.launch()
     assert (crew.process_indices, crew.host) == ([2, 3], "beta")
     assert torch.equal(crew.program["data"], torch.arange(50_000))
     assert crew.shared["folder"] == crew.shared["path"][0] == os.getcwd()
-    assert crew.shared["environment"] == dict(os.environ)
+    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_CACHE": "/here"}
     assert crew.shared["threads"] == 3  # what this host offers, since the run does not say
     assert crew.network["hosts"] == [[0, 1], [2, 3]]
     assert crew.network["listen"] == "10.0.0.2"
@@ -230,7 +234,7 @@ def test_orders_and_what_processes_say_go_both_ways(joined: Joined) -> None:
     assert came[4][1]["type"] == "exited"
     driver.end(0.5)
     driver.end(0.5)  # idempotent
-    told = [(3, {"type": "answer", "value": 1}), 15, (19, [3]), (5, "kill=5@step:5")]
+    told = [(3, {"type": "answer", "value": 1}), (15,), (19, [3]), (5, "kill=5@step:5")]
     assert crew.notes == [*told, (1, [[0], [2, 5]], ["alpha", "beta"]), ("end", 0.5)]
     driver.leave("")
     assert joined.ended() == ""
@@ -314,22 +318,6 @@ def test_the_drivers_own_places_do_not_travel(line: WithAgent, monkeypatch: pyte
     assert "MANYHANDS_CREDENTIALS" not in body["variables"]
 
 
-def test_a_cache_folder_of_a_hosts_own_is_kept(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's is for hosts that have none."""
-    variables = {"MANYHANDS_CACHE": "/drivers", "MANYHANDS_STRATEGY": "easgd"}
-    launch = {"type": "launch", "host": "beta", "silence_s": 5.0, "variables": variables}
-    network = {"hosts": [[0, 1], [2, 3]], "names": ["a", "b"]}
-    shared = {"size": 4, "process_indices": [2, 3], "timeout_s": 9.0, "network": network, "threads": None}
-    monkeypatch.setenv("MANYHANDS_CACHE", "/here")
-    program = serialize(1, "the program")
-    with open(program, "rb") as file:
-        joined.post.send({**launch, "shared": shared}, [torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)])
-    joined.driver.stacks()
-    crew = joined.agent._processes
-    assert isinstance(crew, Crew)
-    assert crew.shared["environment"] == {**os.environ, "MANYHANDS_CACHE": "/here", "MANYHANDS_STRATEGY": "easgd"}
-
-
 def test_workers_that_are_not_of_this_host_are_not_heard(line: WithAgent) -> None:
     line.says(0, {"type": "value", "value": 1})
     line.says(2, STARTED)
@@ -372,7 +360,9 @@ def test_answers_that_are_none_and_what_comes_before_one_is_kept(line: WithAgent
     assert "\x1b" not in str(raised.value)
 
 
-def test_the_end_waits_until_the_host_is_empty(line: WithAgent) -> None:
+def test_the_end_waits_until_the_host_is_empty_unless_it_is_silent(
+    line: WithAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = threading.Thread(target=line.driver.end, args=(0.5,))
     ended.start()
     assert line.bodies() == [{"type": "end", "grace_s": 0.5}]
@@ -380,14 +370,10 @@ def test_the_end_waits_until_the_host_is_empty(line: WithAgent) -> None:
     line.agent.send({"type": "idle"})
     ended.join(5)
     assert not ended.is_alive()
-
-
-def test_nothing_is_awaited_from_a_silent_host(line: WithAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.driver.silent_s() < 5.0
     monkeypatch.setattr(line.post, "silent_s", lambda: 7.0)
     monkeypatch.setattr(line.post, "wait", lambda timeout_s: pytest.fail("it waits"))
     assert line.driver.stacks() == {2: "", 3: ""}
-    line.driver.end(0.5)
 
 
 def test_a_host_that_is_gone_is_told_of_each_of_its_workers(line: WithAgent) -> None:

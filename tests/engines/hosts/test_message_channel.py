@@ -21,7 +21,6 @@ from manyhands.transport.frame import Frame
 from refusals import all_refused
 
 Ends = tuple[MessageChannel, MessageChannel]
-Raw = tuple[MessageChannel, Channel]
 
 
 def channels() -> tuple[Channel, Channel]:
@@ -44,7 +43,7 @@ def ends() -> Iterator[Ends]:
 
 
 @contextmanager
-def with_raw_end() -> Iterator[Raw]:
+def with_raw_end() -> Iterator[tuple[MessageChannel, Channel]]:
     """A post whose other end says what it likes."""
     here, there = channels()
     with closing(MessageChannel(here)) as post, closing(there):
@@ -58,12 +57,7 @@ def one(post: MessageChannel) -> HostMessage:
 
 def test_letters_arrive_with_their_tensors_whatever_their_length(ends: Ends) -> None:
     here, there = ends
-    tensors = [
-        torch.arange(6.0).view(2, 3),
-        torch.tensor(7, dtype=torch.int64),
-        torch.empty(0),
-        torch.ones(2, dtype=torch.bfloat16),
-    ]
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.empty(0), torch.ones(2, dtype=torch.bfloat16)]
     here.send({"type": "from_process", "process_index": 3}, tensors)
     message = one(there)
     assert message.body == {"type": "from_process", "process_index": 3}
@@ -119,19 +113,21 @@ def announced(tensors: str) -> Frame:
     return Frame(kind=1, blob=b'{"type": "a", "tensors": %s}' % tensors.encode())
 
 
+NO_TENSORS = (
+    "3",
+    '[["object", [1]]]',
+    '[["uint8", [-1]]]',
+    '[["uint8", 1]]',
+    '[[["uint8"], [1]]]',
+    f'[["uint8", [{",".join(["1"] * 65)}]]]',
+    '[["uint8", [4294967296, 4294967296]]]',
+    '[["float32", [2147483648]], ["float32", [2147483649]]]',
+)
+NO_BODIES = (b"[]", b"{}", b"\x80\x04K\x01.")
 NONSENSE: list[tuple[str, list[Any]]] = [
     ("cannot be read", [Frame(kind=9, blob=b"{}")]),
-    ("cannot be read", [Frame(kind=1, blob=b"[]")]),
-    ("cannot be read", [Frame(kind=1, blob=b"{}")]),
-    ("cannot be read", [Frame(kind=1, blob=b"\x80\x04K\x01.")]),
-    ("cannot be read", [announced("3")]),
-    ("cannot be read", [announced('[["object", [1]]]')]),
-    ("cannot be read", [announced('[["uint8", [-1]]]')]),
-    ("cannot be read", [announced('[["uint8", 1]]')]),
-    ("cannot be read", [announced('[[["uint8"], [1]]]')]),
-    ("cannot be read", [announced(f'[["uint8", [{",".join(["1"] * 65)}]]]')]),
-    ("cannot be read", [announced('[["uint8", [4294967296, 4294967296]]]')]),
-    ("cannot be read", [announced('[["float32", [2147483648]], ["float32", [2147483649]]]')]),
+    *[("cannot be read", [Frame(kind=1, blob=blob)]) for blob in NO_BODIES],
+    *[("cannot be read", [announced(tensors)]) for tensors in NO_TENSORS],
     (
         "expected a tensor of 4000000 bytes",
         [announced('[["float32", [1000000]]]'), (Frame(kind=3), torch.zeros(3, dtype=torch.uint8))],
@@ -227,21 +223,10 @@ class Odd:
     pass
 
 
-def test_anything_else_is_refused_by_its_place() -> None:
-    odd: list[Any] = [
-        Odd(),
-        {1: 2},
-        {1},
-        b"",
-        lambda: 0,
-        torch.eye(2).to_sparse(),
-        torch.zeros(1, dtype=torch.complex64),
-    ]
+def test_anything_else_is_refused_by_its_place_and_what_encode_never_wrote() -> None:
+    odd = [Odd(), {1: 2}, {1}, b"", lambda: 0, torch.eye(2).to_sparse(), torch.zeros(1, dtype=torch.complex64)]
     words = r"the value\['a'\]\[1\] is a .* cannot return that"
     all_refused(lambda part: encode({"a": [0, part]}, "the value"), [(part, words) for part in odd])
-
-
-def test_what_encode_never_wrote_is_refused() -> None:
     wrong = [{"tensor": 1}, {"tensor": -1}, {"tuple": 1}, {"dict": []}, {"other": 1}, {"a": 1, "b": 2}, {}]
     cases = [(encoded, "cannot be read") for encoded in wrong]
     all_refused(lambda encoded: decode(encoded, [torch.zeros(1)]), cases, ManyhandsError)

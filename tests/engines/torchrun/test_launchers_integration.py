@@ -31,39 +31,24 @@ print(json.dumps([engine.name, engine.own_rank(), values[engine.own_rank()]]), f
 """
 
 
-def mpirun(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    source = str(Path(__file__).resolve().parents[3] / "src")
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return subprocess.run(
-        ["mpirun", *root, "--oversubscribe", "-n", "2", *options, sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
+def test_mpiruns_processes_are_one_run(tmp_path: Path) -> None:
     if not shutil.which("mpirun") or b"Open MPI" not in subprocess.check_output(["mpirun", "--version"]):
         pytest.skip("needs Open MPI's mpirun")
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def test_mpiruns_processes_are_one_run(script: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = mpirun(script, "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    place = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}"]
+    done = subprocess.run(
+        ["mpirun", *root, "--oversubscribe", "-n", "2", *place, sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src"), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     output = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert output == [["torchrun", 0, [0, 2, 0, 1.5]], ["torchrun", 1, [1, 2, 1, 1.5]]]
-
-
-def test_without_a_place_to_meet_the_error_says_how(script: Path) -> None:
-    done = mpirun(script)
-    assert done.returncode != 0
-    assert "engine torchrun needs the variable MASTER_ADDR: start with mpirun -x MASTER_ADDR=HOST" in done.stderr
