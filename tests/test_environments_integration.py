@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from driver_script import MARK, MarkedProcess, wait_until
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -32,24 +33,29 @@ from control_groups import limited
 from manyhands.cli import commands
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-MARK = "MANYHANDS_TEST_MARK"
 COMMAND = [sys.executable, "-c", "import manyhands.cli.commands; manyhands.cli.commands.main()"]
 DEADLINE_S = 100.0
 
-SCRIPT = """
+PROGRAM = """
+    import os
     import torch
     import manyhands as mh
 
-    rows = torch.arange(64.0).reshape(16, 4) / 64
     run = mh.train(
-        model=lambda: torch.nn.Linear(4, 1),
+        model=lambda: torch.nn.Linear({features}, {outputs}),
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_data=rows, batch_size=4, epochs=2, workers=2,
+        train_data=torch.ones({rows}, {features}), batch_size={rows} // 4, epochs={epochs}, workers=2,
+        callbacks=[{callbacks}],
     )
     print(run.steps, run.rows["workers"])
 """
+SMALL = {"features": 4, "outputs": 1, "rows": 16, "epochs": 2, "callbacks": ""}
+SCRIPT = PROGRAM.format(**SMALL)
 SAYS = "8 [16, 16]\n"
+BIG = PROGRAM.format(**SMALL | {"features": 4000, "outputs": 5000, "rows": 8, "epochs": 1})
+KILL = "type('Kill', (mh.Callback,), {'on_step': lambda self, event: os.kill(os.getpid(), 9)})()"
+ENDS = PROGRAM.format(**SMALL | {"epochs": 10**6, "callbacks": KILL})
 
 TASK = """
     import torch
@@ -67,16 +73,8 @@ TASK = """
 """
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    """Return as soon as the condition holds; fail if it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
-
-
 @dataclass
-class Place:
+class Place(MarkedProcess):
     """Folders of its own, and the processes started in them, found by a mark in their environment."""
 
     root: Path
@@ -128,17 +126,6 @@ class Place:
         """(exit code, standard output, standard error)"""
         return end(self.start(*words, **options))
 
-    def processes(self) -> list[int]:
-        """All that live, whoever their parent is now."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
-
-    def _ours(self, entry: Path) -> bool:
-        try:
-            dead = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            return not dead and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False
-
     def left(self) -> list[str]:
         """Files (torch makes an empty folder for its compiler) that a program left behind in its home, in its temporary folder and beside itself."""
         return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if not p.is_dir())
@@ -166,20 +153,14 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["file", "stdin"])
-def test_a_script_without_a_guard(how: str, place: Place) -> None:
+def test_a_script_from_standard_input_without_a_guard(place: Place) -> None:
     path = place.write("script.py", SCRIPT)
-    if how == "file":
-        assert place.run(sys.executable, path) == (0, SAYS, "")
-    else:
-        with path.open() as text:
-            assert place.run(sys.executable, "-", stdin=text) == (0, SAYS, "")
+    with path.open() as text:
+        assert place.run(sys.executable, "-", stdin=text) == (0, SAYS, "")
     assert place.left() == ["work/script.py"]
 
 
 CELL = """
-import os
-import re
 {script}
 print(open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split())
 run
@@ -221,45 +202,18 @@ def namespace(place: Place, mounts: list[str], command: str) -> tuple[int, str, 
     return place.run(*private, "sh", "-c", f"{setup}\n{command}")
 
 
-def python(path: Path) -> str:
-    return shlex.join([sys.executable, str(path)])
-
-
-BIG = """
-    import os
-    import torch
-    import manyhands as mh
-
-    room = os.statvfs("/dev/shm")
-    print(room.f_blocks * room.f_frsize // 2**20, os.listdir("/dev/shm"))
-    run = mh.train(
-        model=lambda: torch.nn.Linear(4000, 5000, bias=False),
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_data=torch.ones(4, 4000), batch_size=2, epochs=1, workers=2,
-    )
-    print(run.steps, run.parameters.numel(), os.listdir("/dev/shm"))
-"""
-
-
-@pytest.mark.slow
-def test_shared_memory_of_64_mb(place: Place) -> None:
-    """As in a container: parameters and gradients of two workers are 320 MB."""
-    small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
-    done = namespace(place, [small], python(place.write("big.py", BIG)))
-    assert done == (0, "64 []\n2 20000000 []\n", "")
-
-
 @pytest.mark.slow
 def test_nothing_is_written_where_nothing_can_be(place: Place) -> None:
-    """run_dir=None needs no folder. Torch will not start without one for temporary files, which stays empty but for torch's own."""
-    path = place.write("script.py", SCRIPT)
+    """run_dir=None needs no folder, and what two workers share, 320 MB, is not in the 64 MB of a container's /dev/shm.
+    Torch will not start without a folder for temporary files, which stays empty but for torch's own."""
+    path = place.write("script.py", BIG)
     folders = ["/tmp", "/dev/shm", place.work, place.home]
     readonly = [f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}" for folder in folders]
     mounts = [*readonly, "mount -o remount,bind,ro /", f"mount -t tmpfs tmpfs {place.temporary}"]
     tried = "; ".join(f"touch {folder}/x 2>/dev/null && echo {folder}" for folder in folders)
     show = f"find {place.temporary} -mindepth 1 -not -name 'torchinductor_*'; {tried}; true"
-    assert namespace(place, mounts, f"{python(path)}; {show}") == (0, SAYS, "")
+    command = shlex.join([sys.executable, str(path)])
+    assert namespace(place, mounts, f"{command}; {show}") == (0, "4 [4, 4]\n", "")
 
 
 @pytest.fixture
@@ -283,7 +237,7 @@ def test_a_cpu_quota_is_the_number_of_cores(place: Place, one_core: Path) -> Non
     wait_until(lambda: not (one_core / "cgroup.procs").read_text(), timeout_s=5)
 
 
-# The command: odd folders, the user's file, resume
+# The command
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -293,42 +247,19 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["type"] == kind]
 
 
-def ticks(folder: Path) -> list[tuple[int, int]]:
-    """(tick, rank) of every step of a run: one that went on from its checkpoint has each once."""
-    return sorted((event["tick"], event["rank"]) for event in events(folder, "step"))
-
-
-@pytest.mark.slow
-def test_a_users_file_in_a_folder_of_many_odd_characters_and_resumed(place: Place) -> None:
-    folder = place.work / "läufe und 実行" / ("a long name " * 12).strip() / ("viele Hände " * 8).strip()
-    assert len(str(folder)) > 200
-    place.write("my_module.py", TASK)
-    words = [*COMMAND, "train", "my_module.py:task:width=3", "--workers", "2", "--run-dir", folder]
-    code, out, err = place.run(*words)
-    assert (code, err) == (0, "")
-    assert " ".join(str(folder.relative_to(place.work)).split()) in " ".join(out.split())
-    assert len(events(folder, "step")) == 2 * 8
-    code, out, err = place.run(*words, "--resume", "--epochs", "3")
-    assert code == 0
-    assert re.fullmatch(r"resume: the run in .* goes on from step \d+\n", err), err
-    assert ticks(folder) == [(tick, rank) for tick in range(12) for rank in (0, 1)]
-    assert json.loads((folder / "result.json").read_text())["steps"] == 12
-
-
 @pytest.mark.slow
 def test_two_commands_at_once_do_not_meet(place: Place) -> None:
     """CASE 23: started in the same second in the same folder, each has its own directory, events and result."""
     place.write("my_module.py", TASK)
     same_second = f"import time; time.strftime = lambda *_: 'now'; {COMMAND[-1]}"
-    words = [sys.executable, "-c", same_second, "train", "my_module.py:task", "--workers", "2", "--seed"]
+    words = [sys.executable, "-c", same_second, "train", "my_module.py:task", "--workers", "1", "--seed"]
     both = [place.start(*words, seed) for seed in (1, 2)]
     for process in both:
         code, _, err = end(process)
         assert (code, err) == (0, "")
     folders = sorted((place.work / "runs").iterdir())
     assert len(folders) == 2
-    for folder in folders:
-        assert len(events(folder, "step")) == 2 * 8
+    assert [len(events(folder, "step")) for folder in folders] == [8, 8]
     first, second = ([event["values"]["loss"] for event in events(folder, "step")] for folder in folders)
     assert sorted(first) != sorted(second)
 
@@ -336,35 +267,12 @@ def test_two_commands_at_once_do_not_meet(place: Place) -> None:
 # However it ends
 
 
-ENDS = """
-    import os
-    import torch
-    import manyhands as mh
-
-    class Ends(mh.Callback):
-        def on_step(self, event):
-            {how}
-
-    mh.train(
-        model=lambda: torch.nn.Linear(4, 1),
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_data=torch.ones(16, 4), batch_size=4, epochs=10**6, workers=2, callbacks=[Ends()],
-    )
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "code"), [("raise RuntimeError('a mistake of my own')", 1), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
-)
-def test_nothing_is_left(how: str, code: int, place: Place) -> None:
-    """CASES 22, 28: after an exception of the user's and after kill -9 of the driver; success is in the tests above."""
-    path = place.write("ends.py", ENDS.format(how=how))
+def test_nothing_is_left_of_a_killed_driver(place: Place) -> None:
+    """CASES 22, 28; other ends are in the tests around."""
+    path = place.write("ends.py", ENDS)
     before = shared_memory()
-    ended, out, err = place.run(sys.executable, path)
-    assert (ended, out) == (code, "")
-    assert ("RuntimeError: a mistake of my own" in err) == (code == 1)
+    assert place.run(sys.executable, path)[:2] == (-signal.SIGKILL, "")
     wait_until(lambda: not place.processes(), timeout_s=2)
     assert place.left() == ["work/ends.py"]
     assert shared_memory() <= before
@@ -375,10 +283,9 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("manyhands", "torch", "psm", "sem"))}
 
 
-def started(place: Place, folder: Path, *options: str) -> subprocess.Popen[str]:
+def started(place: Place, words: list[Any], folder: Path) -> subprocess.Popen[str]:
     """The command, training until it is stopped; returns once it has made a step."""
-    words = ["train", "digits", "--workers", "2", "--epochs", "10000", "--validate-every", "1000000"]
-    process = place.start(*COMMAND, *words, "--run-dir", folder, *options)
+    process = place.start(*words)
     wait_until(lambda: events(folder, "step") or process.poll() is not None, DEADLINE_S)
     assert process.poll() is None, process.communicate(timeout=10)
     return process
@@ -387,7 +294,8 @@ def started(place: Place, folder: Path, *options: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_ctrl_c(place: Place) -> None:
     """CASES 22, 28: the signal reaches the whole process group, as a terminal sends it."""
-    process = started(place, place.work / "run")
+    words = [*COMMAND, "train", "digits", "--workers", "2", "--epochs", "10000", "--validate-every", "1000000"]
+    process = started(place, [*words, "--run-dir", "run"], place.work / "run")
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     code, out, err = end(process)
@@ -398,36 +306,36 @@ def test_ctrl_c(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_and_resume(place: Place) -> None:
+def test_sigterm_and_resume_of_a_users_file_in_a_folder_of_many_odd_characters(place: Place) -> None:
     """CASE 19's way of being interrupted: a checkpoint is written, and `--resume` goes on with the step after it."""
-    folder = place.work / "run"
-    process = started(place, folder, "--checkpoint-every", "1000000")
+    folder = place.work / "läufe und 実行" / ("a long name " * 12).strip() / ("viele Hände " * 8).strip()
+    assert len(str(folder)) > 200
+    place.write("my_module.py", TASK)
+    words = [*COMMAND, "train", "my_module.py:task:width=3", "--workers", "2", "--epochs", "10000", "--run-dir", folder]
+    process = started(place, [*words, "--checkpoint-every", "1000000"], folder)
     process.send_signal(signal.SIGTERM)
     code, out, err = end(process)
     assert (code, out) == (75, "")
     assert err.startswith("manyhands: stopped at step")
     assert "--resume" in err
-    assert str(folder) in err
     assert not place.processes()
     (saved,) = (folder / "checkpoints").iterdir()
     tick = json.loads((saved / "manifest.json").read_text())["tick"]
-    words = ["train", "digits", "--workers", "2", "--epochs", "10000", "--max-steps", str(tick + 2)]
-    code, out, err = place.run(*COMMAND, *words, "--run-dir", folder, "--resume")
+    code, out, err = place.run(*words, "--max-steps", str(tick + 2), "--resume")
     assert code == 0
     assert re.fullmatch(r"resume: the run in .* goes on from step \d+\n", err), err
-    assert ticks(folder) == [(number, rank) for number in range(tick + 2) for rank in (0, 1)]
+    assert " ".join(str(folder.relative_to(place.work)).split()) in " ".join(out.split())
+    steps = sorted((event["tick"], event["rank"]) for event in events(folder, "step"))
+    assert steps == [(number, rank) for number in range(tick + 2) for rank in (0, 1)]
+    assert json.loads((folder / "result.json").read_text())["steps"] == tick + 2
 
 
 # Bad input: one line, exit code 2
 
 
-def net() -> nn.Module:
-    return nn.Linear(4, 1)
-
-
 def task(**fields: Any) -> mh.Task:
     given = {
-        "model": net,
+        "model": lambda: nn.Linear(4, 1),
         "loss": lambda model, batch: model(batch).square().mean(),
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         "train_data": torch.ones(16, 4),
@@ -436,44 +344,32 @@ def task(**fields: Any) -> mh.Task:
     return mh.Task(**(given | fields))
 
 
-TASKS: dict[str, Callable[[], mh.Task]] = {
+TASKS: dict[str, Callable[[], Any]] = {
     "good": task,
     "vector": lambda: task(loss=lambda model, batch: model(batch)),
-    "empty": lambda: task(train_data=torch.ones(0, 4)),
     "both": lambda: task(batch_size_per_worker=2),
-    "frozen": lambda: task(model=lambda: nn.Linear(4, 1).requires_grad_(False)),
-    "instance": lambda: task(optimizer=torch.optim.SGD(net().parameters(), lr=0.1)),
     "lazy": lambda: task(model=lambda: nn.LazyLinear(1)),
+    "net": lambda: nn.Linear(4, 1),
 }
 
 BAD = {
-    "unknown task": ("mnist", "no task 'mnist'.*choose from digits, chars"),
-    "unknown strategy": ("digits --strategy alreduce", "no strategy 'alreduce' .did you mean 'allreduce'"),
-    "another system's strategy": ("digits --strategy ddp", "what others call ddp is 'allreduce' here"),
-    "unknown option": ("digits --strategy local-sgd:perod=8", "no option 'perod' .did you mean 'period'.*period, "),
-    "unknown option of a task": ("digits:epoch=8", "no option 'epoch' .did you mean 'epochs'"),
-    "unknown engine": ("digits --engine slurm", "no engine 'slurm'.*choose from local, hosts, spark, sim, torchrun"),
-    "no file": ("nowhere.py:task", "no file 'nowhere.py'"),
-    "a file that fails": ("broken.py:task", r"broken.py failed to import: ZeroDivisionError.*line 2"),
-    "no such name": ("tasks.py:god", "tasks.py has no 'god' .did you mean 'good'"),
-    "not a task": ("tasks.py:net", "not a manyhands.Task"),
-    "loss is no scalar": ("tasks.py:vector", "must return a tensor of one number"),
-    "no rows": ("tasks.py:empty", "no rows"),
-    "no workers": ("tasks.py:good --workers 0", "workers must be .*at least 1, not 0"),
-    "fewer rows than workers": ("tasks.py:good --workers 5", "batch_size"),
-    "both batch sizes": ("tasks.py:both", "batch_size.*batch_size_per_worker"),
-    "nothing to train": ("tasks.py:frozen", "trainable parameter"),
-    "optimizer instance": (
-        "tasks.py:instance",
-        "optimizer must be a function of .model., not a SGD that is made already",
-    ),
-    "no shape yet": ("tasks.py:lazy", "shape .* not known yet .*: weight, bias\\. "),
-    "an existing directory": ("tasks.py:good --run-dir used", "run directory used exists: resume it"),
-    "a file as directory": ("tasks.py:good --run-dir tasks.py", "run directory tasks.py is a file"),
-    "both batch sizes as options": (
-        "tasks.py:good --batch-size 4 --batch-size-per-worker 2",
-        "batch_size.*batch_size_per_worker",
-    ),
+    "mnist": "no task 'mnist'.*choose from digits, chars",
+    "digits --strategy ddp": "what others call ddp is 'allreduce' here",
+    "digits --strategy local-sgd:perod=8": "no option 'perod' .did you mean 'period'.*period, ",
+    "digits:epoch=8": "no option 'epoch' .did you mean 'epochs'",
+    "digits --engine slurm": "no engine 'slurm'.*choose from local, hosts, spark, sim, torchrun",
+    "nowhere.py:task": "no file 'nowhere.py'",
+    "broken.py:task": r"broken.py failed to import: ZeroDivisionError.*line 2",
+    "tasks.py:god": "tasks.py has no 'god' .did you mean 'good'",
+    "tasks.py:net": "not a manyhands.Task",
+    "tasks.py:vector --workers 2": "must return a tensor of one number",  # found by workers
+    "tasks.py:good --workers 0": "workers must be .*at least 1, not 0",
+    "tasks.py:good --workers 5": "batch_size",
+    "tasks.py:both": "batch_size.*batch_size_per_worker",
+    "tasks.py:lazy": "shape .* not known yet .*: weight, bias\\. ",
+    "tasks.py:good --run-dir used": "run directory used exists: resume it",
+    "tasks.py:good --run-dir tasks.py": "run directory tasks.py is a file",
+    "tasks.py:good --batch-size 4 --batch-size-per-worker 2": "batch_size.*batch_size_per_worker",
 }
 
 
@@ -483,7 +379,7 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.chdir(place.work)
     monkeypatch.setattr(sys, "path", list(sys.path))
     place.write("broken.py", "\ntask = 1 / 0\n")
-    place.write("tasks.py", f"from {__name__} import TASKS, net\nglobals().update(TASKS)\n")
+    place.write("tasks.py", f"from {__name__} import TASKS\nglobals().update(TASKS)\n")
     (place.work / "used").mkdir()
     (place.work / "used" / "notes.txt").write_text("mine\n")
     yield place
@@ -491,15 +387,13 @@ def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def invoke(words: str) -> Result:
-    arguments = ["train", *shlex.split(words)]
-    if "--workers" not in arguments:
-        arguments += ["--workers", "1"]
+    arguments = ["train", "--workers", "1", *shlex.split(words)]
     return CliRunner().invoke(commands.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 def test_bad_input_is_one_clear_line(here: Place) -> None:
     """CASE 20 among them: no name is taken for another; nothing of the user's is touched."""
-    for words, says in BAD.values():
+    for words, says in BAD.items():
         done = invoke(words)
         assert (done.exit_code, done.stdout) == (2, ""), done.output
         assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -509,16 +403,7 @@ def test_bad_input_is_one_clear_line(here: Place) -> None:
 
 
 def test_debug_shows_the_traceback_of_bad_input(here: Place) -> None:
-    done = invoke("tasks.py:instance --debug")
+    done = invoke("tasks.py:both --debug")
     assert done.exit_code == 2
     assert done.stderr.startswith("Traceback")
-    assert "BadInput: optimizer must be a function" in done.stderr
-
-
-@pytest.mark.slow
-def test_bad_input_found_on_workers_is_the_same_one_line(place: Place) -> None:
-    place.write("my_module.py", f"{TASK}\n    bad = task().with_fields(loss=lambda model, batch: model(batch))\n")
-    code, out, err = place.run(*COMMAND, "train", "my_module.py:bad", "--workers", "2")
-    assert (code, out) == (2, "")
-    assert err.startswith("manyhands: loss(model, batch) must return a tensor of one number")
-    assert err.count("\n") == 1
+    assert "BadInput: " in done.stderr

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import warm_servers
 from driver_script import wait_until
-from host_process import HostProcess
+from joined_run import EPOCHS
+
+import manyhands as mh
+import plain
 
 
 @pytest.fixture
@@ -21,27 +24,12 @@ def credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
+    """No worker of this process's launches lives on, whoever started it."""
     yield
     wait_until(lambda: not warm_servers.still_busy(), 10)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers_end() -> Iterator[None]:
-    yield
-    warm_servers.close()
-
-
-@pytest.fixture
-def process() -> Iterator[Callable[..., HostProcess]]:
-    """Start a `HostProcess`; afterwards nothing of it may live."""
-    started: list[HostProcess] = []
-
-    def start(*arguments: Any) -> HostProcess:
-        started.append(HostProcess(*arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.signal(9)
-        one.process.join(10)
-        one.process.close()
+@pytest.fixture(scope="session")
+def alone() -> torch.Tensor:
+    """What one worker trains."""
+    return mh.train(plain.task(epochs=EPOCHS), workers=1).parameters

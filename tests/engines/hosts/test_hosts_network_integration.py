@@ -6,43 +6,26 @@ import json
 import os
 import re
 import shlex
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from host_process import HostProcess, Say, command
 from two_hosts import ADDRESSES, CABLE, TwoHosts, programs, source, two_hosts
 
+from manyhands.engines.base import LaunchSpec
+from manyhands.engines.hosts.engine import Hosts
+from manyhands.engines.torchrun.engine import Torchrun
 from pages import PAGES, TWO_HOSTS, snippets, write_scripts
 
-WORK = """
-import json, os, sys
-import torch
-from manyhands.engines.base import LaunchSpec
 
-def agree(worker):
+def agree(worker: Any) -> dict[str, Any]:
     vector = torch.full((100_000,), worker.rank + 1.0, dtype=torch.float64)
     worker.group.mean_(vector, weight=worker.rank + 1.0)
-    return {"rank": worker.rank, "host": worker.host, "folder": os.getcwd(), "mean": vector[-1].item(),
-            "group": type(worker.group).__name__}
-"""
-DRIVER = (
-    WORK
-    + """
-from manyhands.engines.hosts.engine import Hosts
-engine = Hosts(listen="10.77.0.1", local_workers=2)
-engine.announcer.say = lambda text: print(text, flush=True)
-print(json.dumps(engine.launch(agree, LaunchSpec(workers=3, timeout_s=60))), flush=True)
-"""
-)
-TORCHRUN = (
-    WORK
-    + """
-from manyhands.engines.torchrun.engine import Torchrun
-values = Torchrun().launch(agree, LaunchSpec(workers=2, timeout_s=60))
-print(json.dumps([value for value in values if value is not None]), flush=True)
-"""
-)
+    kind = type(worker.group).__name__
+    return {"host": worker.host, "folder": os.getcwd(), "mean": vector[-1].item(), "group": kind}
 
 
 @pytest.fixture
@@ -51,68 +34,59 @@ def hosts() -> Iterator[TwoHosts]:
         yield both
 
 
-def first(process: subprocess.Popen[str], pattern: str) -> tuple[re.Match[str], str]:
-    """What matches in the output so far, and that."""
-    assert process.stdout is not None
-    output = ""
-    while not (found := re.search(pattern, output)):
-        line = process.stdout.readline()
-        assert line, output
-        output += line
-    return found, output
-
-
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.delenv("MANYHANDS_CREDENTIALS", raising=False)
     return {**os.environ, "PYTHONPATH": source(), "OMP_NUM_THREADS": "1"}
 
 
+def driver(say: Say, folder: Path) -> None:
+    os.chdir(folder)
+    engine = Hosts(listen=ADDRESSES[0], local_workers=2)
+    engine.announcer.say = say
+    say(json.dumps(engine.launch(agree, LaunchSpec(workers=3, timeout_s=60))))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("environment")
 def test_the_printed_command_joins_from_another_host(
-    hosts: TwoHosts, environment: dict[str, str], tmp_path: Path
+    hosts: TwoHosts, process: Callable[..., HostProcess], tmp_path: Path
 ) -> None:
-    folders = [tmp_path / name for name in ("here", "there")]
-    for folder in folders:
-        folder.mkdir()
-    driver = hosts.python(0, "-c", DRIVER, env=environment, cwd=folders[0])
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    first = process(driver, here, inside=hosts.pids[0])
     printed = r"scp -p 10\.77\.0\.1:(\S+) \.\n\s+MANYHANDS_CREDENTIALS=(\S+) manyhands (join .*)"
-    found, _ = first(driver, printed)
-    credentials = folders[1] / found[2]
+    found = re.search(printed, first.until("manyhands join"))
+    assert found
+    credentials = there / found[2]
     credentials.touch(0o600)  # what scp -p does
     credentials.write_bytes(Path(found[1]).read_bytes())
-    command = "import sys; from manyhands.cli.commands import main; main()"
-    environment["MANYHANDS_CREDENTIALS"] = found[2]
-    joiner = hosts.python(1, "-c", command, *found[3].split(), env=environment, cwd=folders[1])
-    output, _ = driver.communicate(timeout=60)
-    heard, _ = joiner.communicate(timeout=20)
-    assert (driver.returncode, joiner.returncode) == (0, 0), output + heard
-    values = json.loads(output.splitlines()[-1])
-    assert [(value["host"], value["folder"]) for value in values] == [
-        ("alpha", str(folders[0])),
-        ("alpha", str(folders[0])),
-        ("beta", str(folders[1])),
-    ]
+    variables = {"MANYHANDS_CREDENTIALS": found[2]}
+    second = process(command, there, *found[3].split(), variables=variables, inside=hosts.pids[1])
+    (code, said), (joined, heard) = first.end(), second.end(20)
+    assert (code, joined) == (0, 0), said + heard
+    values = json.loads(said.splitlines()[-1])
+    places = [("alpha", str(here)), ("alpha", str(here)), ("beta", str(there))]
+    assert [(value["host"], value["folder"]) for value in values] == places
     assert [value["mean"] for value in values] == pytest.approx([14 / 6] * 3, abs=1e-12)
-    assert "workers that are here: 3 of 3 (alpha 2, beta 1)" in output
+    assert "workers that are here: 3 of 3 (alpha 2, beta 1)" in said
     assert not Path(found[1]).parent.exists()
 
 
+def rank(say: Say) -> None:
+    values = Torchrun().launch(agree, LaunchSpec(workers=2, timeout_s=60))
+    say(json.dumps([value for value in values if value is not None]))
+
+
 @pytest.mark.slow
-def test_torchrun_over_two_hosts(hosts: TwoHosts, environment: dict[str, str], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN)
-    environment["GLOO_SOCKET_IFNAME"] = CABLE
-    options = ["--nnodes=2", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}", "--master-port=7077"]
-    launcher = ["-m", "torch.distributed.run", *options]
-    processes = [
-        hosts.python(host, *launcher, f"--node-rank={host}", str(script), env=environment, cwd=tmp_path)
-        for host in range(2)
-    ]
-    output = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
-    # By what it begins with: the agent that ends last tells, after the result, that the other one's store is gone.
-    values = [json.loads(line)[0] for text in output for line in text.splitlines() if line.startswith("[{")]
+def test_ranks_of_a_launcher_on_two_hosts(hosts: TwoHosts, process: Callable[..., HostProcess]) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": CABLE}
+    place |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "7077"}
+    ranks = [process(rank, variables={**place, "RANK": str(i)}, inside=hosts.pids[i]) for i in range(2)]
+    ended = [one.end() for one in ranks]
+    assert [code for code, _ in ended] == [0, 0], ended
+    values = [json.loads(said.splitlines()[-1])[0] for _, said in ended]
     assert [(value["host"], value["group"]) for value in values] == [("alpha", "TorchGroup"), ("beta", "TorchGroup")]
     assert [value["mean"] for value in values] == pytest.approx([5 / 3] * 2, abs=1e-12)
 
@@ -181,10 +155,14 @@ def test_another_frameworks_script_on_two_hosts_as_the_docs_show_it(
         "MANYHANDS_CREDENTIALS": str(tmp_path / "run.pem"),
         "GLOO_SOCKET_IFNAME": CABLE,
     }
-    driver = hosts.start(0, "bash", "-ec", shown("clusters.md")[0], env=known, cwd=tmp_path)
-    found, output = first(driver, r"manyhands (join .*)")
+    script = hosts.start(0, "bash", "-ec", shown("clusters.md")[0], env=known, cwd=tmp_path)
+    output = ""
+    assert script.stdout is not None
+    while not (found := re.search(r"manyhands (join .*)", output)):
+        output += (line := script.stdout.readline())
+        assert line, output
     joiner = hosts.start(1, "manyhands", *found[1].split(), env=known, cwd=tmp_path)
-    rest, _ = driver.communicate(timeout=100)
+    rest, _ = script.communicate(timeout=100)
     heard, _ = joiner.communicate(timeout=20)
-    assert (driver.returncode, joiner.returncode) == (0, 0), output + rest + heard
+    assert (script.returncode, joiner.returncode) == (0, 0), output + rest + heard
     assert (output + rest + heard).count("ranks: 4") == 4

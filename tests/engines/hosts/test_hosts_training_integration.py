@@ -135,23 +135,15 @@ def own_loop() -> tuple[list[int], Tensor]:
 
 def test_a_loop_of_ones_own_has_a_server_and_leases_across_hosts() -> None:
     run = Run(Hosts(local_workers=1), joined_by(1))
-    options: dict[str, Any] = {
-        "strategy": f"downpour:rule={RULE}",
-        "servers": 2,
-        "engine": run.engine,
-        "timeout_s": 30.0,
-    }
-    found = run.during(lambda: launch(own_loop, workers=2, **options))
+    options: dict[str, Any] = {"strategy": f"downpour:rule={RULE}", "servers": 2, "engine": run.engine}
+    found = run.during(lambda: launch(own_loop, workers=2, timeout_s=30.0, **options))
     assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
     assert torch.equal(found[0][1], found[1][1])
 
 
 def test_predictions_of_two_hosts_are_one_processes() -> None:
     """Rows come over the connection of the other host's agent, in order."""
-    x = plain.rows(203)[0]
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        model = plain.mlp().eval()
+    x, model = plain.rows(203)[0], plain.mlp().eval()
     with torch.no_grad():
         wanted = torch.cat([model(batch) for batch in x.split(8)])
     run = Run(Hosts(local_workers=1), joined_by(1))

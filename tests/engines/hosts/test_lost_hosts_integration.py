@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from driver_script import Script, wait_until
-from joined_run import ADDRESS, JOINER, Run, joined_by
+from driver_script import wait_until
+from host_process import HostProcess, Say, agent
+from joined_run import ADDRESS, EPOCHS, Run, RunWithAgent, check_trained, joined_by
 
 import manyhands as mh
 import plain
@@ -24,50 +25,34 @@ from manyhands.engines.hosts.engine import Hosts
 from manyhands.events import Event
 from manyhands.worker import current
 
-EPOCHS, STEPS, ROWS = 6, 24, 6 * 39
 SURVIVE = "max_losses=9,silence_s=5"
-
+Process = Callable[..., HostProcess]
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials", "nothing_is_left")]
 
 
-@pytest.fixture(scope="module")
-def alone() -> torch.Tensor:
-    """What one worker trains."""
-    return mh.train(plain.task(epochs=EPOCHS), workers=1).parameters
-
-
-def train(layout: Sequence[int], faults: str = "", *, tls: bool = False, **options: Any) -> mh.Run:
+def train(layout: Sequence[int], faults: str = "", **options: Any) -> mh.Run:
     """So many workers here, and so many of each host that joins."""
-    run = Run(Hosts(local_workers=layout[0], tls=tls, faults=faults), joined_by(*layout[1:], tls=tls))
+    run = Run(Hosts(local_workers=layout[0], faults=faults), joined_by(*layout[1:]))
     fields = {"engine": run.engine, "workers": sum(layout), "threads_per_worker": 1, "survive": SURVIVE, **options}
     return run.during(lambda: mh.train(plain.task(epochs=EPOCHS, validation_data=plain.rows(12)), **fields))
-
-
-def check(run: mh.Run, alone: torch.Tensor, lost: list[tuple[int, str]], host: str) -> None:
-    """lost: the worker ids, and why; host: where, as the end of its name."""
-    assert (run.parameters - alone).abs().max() < 1e-10
-    assert run.rows["total"] == ROWS
-    assert [row["step"] for row in run.history] == list(range(1, STEPS + 1))
-    assert [row["rows"] for row in run.history] == [12, 12, 12, 3] * EPOCHS
-    assert sorted((loss["worker_id"], loss["cause"]) for loss in run.losses) == lost
-    assert all(loss["host"].endswith(host) for loss in run.losses)
 
 
 @pytest.mark.parametrize(
     ("layout", "faults", "lost", "host"),
     [
         ([1, 1, 1], "kill=1@step:5:exchange", [1], "(2)"),  # a ring
-        ([1, 1, 1], "kill=0@step:8:save", [0], "(1)"),
+        ([1, 1], "kill=0@step:8:save", [0], "(1)"),
         ([2, 2], "kill=1@step:4,kill=2@step:4:exchange", [1, 2], ")"),  # one here, and the leader of the other host
     ],
 )
 def test_a_worker_is_killed(
     layout: list[int], faults: str, lost: list[int], host: str, alone: torch.Tensor, tmp_path: Path
 ) -> None:
-    run = train(layout, faults, tls=True, run_dir=tmp_path / "run")
+    run = train(layout, faults, run_dir=tmp_path / "run")
     assert run.info["faults"] == dict.fromkeys(faults.split(","), 1)
-    check(run, alone, [(worker_id, "death") for worker_id in lost], host)
+    check_trained(run, alone, [(worker_id, "death") for worker_id in lost])
+    assert all(loss["host"].endswith(host) for loss in run.losses)
 
 
 def test_a_worker_is_lost_between_rounds_and_not_replaced() -> None:
@@ -116,29 +101,23 @@ def test_a_peer_dies_while_others_form_a_group_with_it(
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
     run = Run(Hosts(local_workers=1), joined_by(1, 1))
     task = plain.task(epochs=EPOCHS, model=partial(dying, connecting))
-    fields = {"engine": run.engine, "workers": 3, "threads_per_worker": 1, "survive": SURVIVE, "timeout_s": 200}
-    check(run.during(lambda: mh.train(task, **fields)), alone, [(1, "death")], "(2)")
+    fields: dict[str, Any] = {
+        "engine": run.engine,
+        "workers": 3,
+        "threads_per_worker": 1,
+        "survive": SURVIVE,
+        "timeout_s": 200,
+    }
+    check_trained(run.during(lambda: mh.train(task, **fields)), alone, [(1, "death")])
 
 
 # -- a whole host ------------------------------------------------------------------------------------------------------
 
-PLAIN = f"""
-    import sys
-    sys.path.append({str(Path(plain.__file__).parent)!r})
-    {JOINER.replace("wait_s=30", "wait_s=30, tls=False")}
-"""
 
-
-def test_a_host_falls_silent_and_is_lost_though_its_connections_are_open(
-    script: Callable[..., Script], alone: torch.Tensor
-) -> None:
+def test_a_host_falls_silent_and_is_lost_though_its_connections_are_open(process: Process, alone: torch.Tensor) -> None:
     """As with a cut cable, within silence_s and not half an hour (pytorch#111646). What wakes up finds itself given up, and
     ends, for the run is over."""
-    engine, agents = Hosts(local_workers=2, tls=False), list[Script]()
-
-    def say(text: str) -> None:
-        if (found := ADDRESS.search(text)) and not agents:
-            agents.append(script(PLAIN, found[1], "2"))
+    run_at = RunWithAgent(process, 2, 2)
 
     class Stops(mh.Callback):
         done = False
@@ -146,66 +125,49 @@ def test_a_host_falls_silent_and_is_lost_though_its_connections_are_open(
         def on_step(self, event: Event) -> None:
             if event.step >= 5 and not self.done:
                 self.done = True
-                for pid in agents[0].processes():
-                    os.kill(pid, signal.SIGSTOP)
+                run_at.agent.signal(signal.SIGSTOP)
 
-    engine.announcer.say = say
-    fields: dict[str, Any] = {"engine": engine, "workers": 4, "threads_per_worker": 1, "survive": SURVIVE}
-    run = mh.train(plain.task(epochs=EPOCHS), callbacks=[Stops()], **fields)
-    check(run, alone, [(2, "host"), (3, "host")], "(2)")
+    task = plain.task(epochs=EPOCHS)
+    fields: dict[str, Any] = {"engine": run_at.engine, "workers": 4, "threads_per_worker": 1, "survive": SURVIVE}
+    run = run_at.during(lambda: mh.train(task, callbacks=[Stops()], **fields))
+    check_trained(run, alone, [(2, "host"), (3, "host")])
+    assert all(loss["host"].endswith("(2)") for loss in run.losses)
     assert run.info["warnings"]  # that it ran without TLS
-    for pid in agents[0].processes():
-        os.kill(pid, signal.SIGCONT)
-    code, _, err = agents[0].end()
+    run_at.agent.signal(signal.SIGCONT)
+    code, said = run_at.agent.end()
     assert code == 1
-    assert "the driver at 127.0.0.1:" in err
-    assert "is gone" in err
-    wait_until(lambda: not agents[0].processes(), 10)
+    assert "the driver at 127.0.0.1:" in said
+    assert "is gone" in said
+    assert run_at.agent.processes() == []
 
 
-def test_a_silent_driver_is_given_up_by_the_hosts(script: Callable[..., Script], tmp_path: Path) -> None:
+def test_a_silent_driver_is_given_up_by_the_hosts(process: Process) -> None:
     """Rule 3: workers elsewhere end themselves after silence_s, so that whoever goes on is alone. Their host comes again,
     until it finds that no driver is there."""
-    driver = script(DRIVER)
-    while not (found := ADDRESS.search(driver.line())):
-        assert driver.process.poll() is None, driver.end()
-    agent = script(PLAIN, found[1], "1")
-    while driver.line() != "step":
-        assert driver.process.poll() is None, driver.end()
-    for pid in driver.processes():
-        os.kill(pid, signal.SIGSTOP)
-    while not (line := agent.line()).endswith("connects again, for up to 30 s"):
-        assert agent.process.poll() is None, agent.end()
+    driver = process(endless)
+    found = ADDRESS.search(driver.until("manyhands join"))
+    assert found
+    joined = process(agent, found[1], 1, False)
+    driver.until("a step")
+    driver.signal(signal.SIGSTOP)
+    line = joined.until("connects again, for up to 30 s")
     assert "is gone (nothing came for 5 s): this host's workers were ended" in line
-    for pid in driver.processes():
-        os.kill(pid, signal.SIGKILL)
-    driver.end()
-    code, _, err = agent.end(15)
+    driver.signal(signal.SIGKILL)
+    code, said = joined.end(15)
     assert code == 1
-    assert "no run listens there any more" in err
-    wait_until(lambda: not agent.processes(), 5)
+    assert "no run listens there any more" in said
+    wait_until(lambda: not joined.processes(), 5)
 
 
-DRIVER = """
-    import time
-    import torch
-    import manyhands as mh
-    from manyhands.engines.hosts.engine import Hosts
+def endless(say: Say) -> None:
+    """A driver whose run does not end by itself."""
 
-    def loss(model, batch):
-        time.sleep(0.01)
-        return model(batch[0]).square().mean()
-
-    class Say(mh.Callback):
-        def on_step(self, event):
-            print("step", flush=True)
+    class Says(mh.Callback):
+        def on_step(self, event: Event) -> None:
+            if event.step == 1:
+                say("a step")
 
     engine = Hosts(local_workers=1, tls=False)
-    engine.announcer.say = lambda text: print(text.replace("\\n", " "), flush=True)
-    data = (torch.randn(32, 3), torch.randn(32, 1))
-    mh.train(
-        model=lambda: torch.nn.Linear(3, 1), loss=loss, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        train_data=data, batch_size=4, epochs=100000, engine=engine, workers=2, callbacks=[Say()],
-        survive="max_losses=9,silence_s=5",
-    )
-"""
+    engine.announcer.say = say
+    fields: dict[str, Any] = {"engine": engine, "workers": 2, "threads_per_worker": 1, "survive": SURVIVE}
+    mh.train(plain.task(epochs=100_000), callbacks=[Says()], **fields)

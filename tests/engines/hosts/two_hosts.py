@@ -24,19 +24,16 @@ class TwoHosts:
     """`start(0, …)` runs a command on alpha (10.77.0.1), `start(1, …)` on beta (10.77.0.2)."""
 
     def __init__(self, pids: list[int]) -> None:
-        self._pids = pids
+        self.pids = pids
 
     def inside(self, host: int) -> list[str]:
         """What stands before a command that runs there."""
-        return ["nsenter", "-t", str(self._pids[host]), "-n", "-u", "--"]
+        return ["nsenter", "-t", str(self.pids[host]), "-n", "-u", "--"]
 
     def start(self, host: int, *command: str, **more: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*self.inside(host), *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more
         )
-
-    def python(self, host: int, *arguments: str, **more: Any) -> subprocess.Popen[str]:
-        return self.start(host, sys.executable, *arguments, **more)
 
 
 @contextmanager

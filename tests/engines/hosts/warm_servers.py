@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,12 @@ from manyhands.engines.local.fork_client import Spawner
 
 _WAITING: list[Spawner] = []
 _LENT: list[Spawner] = []
+
+
+@atexit.register
+def _close() -> None:
+    for spawner in _WAITING:
+        Spawner.close(spawner)
 
 
 @contextmanager
@@ -48,11 +55,6 @@ def _give_back(spawner: Spawner) -> int:
             _WAITING.append(spawner)
             return 0
     return Spawner.close(spawner)
-
-
-def close() -> None:
-    while _WAITING:
-        Spawner.close(_WAITING.pop())
 
 
 def _children(spawner: Spawner) -> str:

@@ -1,152 +1,92 @@
-"""Workers that a launcher started: on one host, and on two of one machine. Each launch answers what several tests ask."""
+"""Workers that a launcher started: by torchrun itself; and as it starts them, on one host, and on two of one machine.
+
+Each launch answers what several tests ask.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driver_script import wait_until
+from host_process import HostProcess, Say
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 import plain
 from manyhands.engines.local.engine import Local
+from manyhands.engines.torchrun import engine
+from manyhands.kernels import Factors
 from manyhands.own_loop.launch import launch
 from manyhands.transport.credentials import Credentials
 
-pytestmark = pytest.mark.slow
-TESTS = Path(__file__).resolve().parents[2]
-
-PROLOGUE = """
-import hashlib, json, os, signal, sys
-from pathlib import Path
-import numpy as np
-import torch
-import manyhands as mh
-import plain
-from manyhands.engines.torchrun import engine
-from manyhands.kernels import Factors
-
-rank, host = int(os.environ["RANK"]), os.environ["ON_HOST"]
-engine.host_identity = lambda: host  # two "hosts" on one machine
-
-def train(strategy=None):
-    torch.manual_seed(0)
-    model = plain.mlp().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = plain.rows(39)
-    data = torch.utils.data.TensorDataset(x.double(), y, torch.arange(39))
-    loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
-    model, optimizer, loader = mh.prepare(model, optimizer, loader, strategy=strategy)
-    rows = []
-    for _ in range(2):
-        for a, b, numbers in loader:
-            optimizer.zero_grad()
-            plain.cross_entropy(model, (a, b)).backward()
-            optimizer.step()
-            rows += numbers.tolist()
-    server = mh.worker().server
-    return {"rows": rows, "parameters": plain.flat(model).tolist(), "shards": 0 if server is None else server.shards}
-
-def launched(strategy):
-    return mh.launch(train, strategy=strategy)[rank]
-
-def tables(strategy, **options):
-    random = np.random.default_rng(0)
-    users, items = random.integers(0, 50, 2000), random.integers(0, 40, 2000)
-    data = {"users": users, "items": items, "ratings": random.normal(size=2000) + users % 3}
-    run = mh.train(kernel=Factors(users=50, items=40, rank=4), rate=0.1, train_data=data, validation_data=data,
-                   batch_size=200, epochs=2, strategy=strategy, **options)
-    tables = b"".join(table.tobytes() for table in run.model.tables().values())
-    return [hashlib.sha256(tables).hexdigest(), run.metrics, run.rows["total"]]
-"""
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+Found = list[dict[str, Any]]
 
 
 class Ranks:
-    """Processes as a launcher starts them."""
+    """Processes as a launcher starts them, each on the host of its name."""
 
-    def __init__(self, folder: Path, text: str, hosts: list[str], **environment: str) -> None:
+    def __init__(self, program: Callable[[int], object], hosts: str, **variables: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        (folder / "program.py").write_text(PROLOGUE + textwrap.dedent(text))
-        self.folder, self.processes = folder, []
-        for rank, host in enumerate(hosts):
-            place = {
-                "RANK": rank,
-                "WORLD_SIZE": len(hosts),
-                "LOCAL_RANK": hosts[:rank].count(host),
-                "LOCAL_WORLD_SIZE": hosts.count(host),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "ON_HOST": host,
-                **surroundings(folder),
-            }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "program.py"],
-                    cwd=folder,
-                    env={**os.environ, **{name: str(value) for name, value in place.items()}, **environment},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place |= {"WORLD_SIZE": str(len(hosts)), **variables}
+        self.processes = [
+            HostProcess(
+                as_rank,
+                program,
+                host,
+                variables={
+                    **place,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(hosts[:rank].count(host)),
+                    "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+                },
             )
+            for rank, host in enumerate(hosts)
+        ]
 
-    def found(self) -> list[dict[str, Any]]:
-        """What each rank wrote, once all have ended well."""
-        for process, output in [(process, process.communicate(timeout=110)[0]) for process in self.processes]:
-            assert process.returncode == 0, output
-        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
+    def found(self) -> Found:
+        """What the program returned on each rank, once all, and their shards, have ended."""
+        ended = [process.end(110) for process in self.processes]
+        assert [code for code, _ in ended] == [0] * len(ended), ended
+        wait_until(lambda: not any(process.processes() for process in self.processes))
+        return [json.loads(said.splitlines()[-1]) for _, said in ended]
 
-
-def surroundings(folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]), "TMPDIR": str(folder)}
-
-
-def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (folder / "program.py").write_text(PROLOGUE + textwrap.dedent(text))
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"],
-        cwd=folder,
-        env={**os.environ, **surroundings(folder), "ON_HOST": "alpha"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
 
 
-def shards_of(folder: Path) -> set[int]:
-    """The processes of shards that run now, of workers that were started in this folder."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"shard_process" in path.read_bytes() and str(folder) in (path.parent / "environ").read_text():
-                found.add(int(path.parent.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+def as_rank(say: Say, program: Callable[[int], object], host: str) -> None:
+    engine.host_identity = lambda: host
+    say(json.dumps(program(int(os.environ["RANK"]))))
 
 
-def check_rows(found: list[dict[str, Any]]) -> None:
-    """Each row once in each of two epochs, and all ranks have the same parameters."""
-    assert sorted(row for one in found for row in one["rows"]) == sorted([*range(39)] * 2)
-    assert all(one["parameters"] == found[0]["parameters"] for one in found)
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    started: list[Ranks] = []
 
+    def start(*arguments: Any, **variables: str) -> Ranks:
+        started.append(Ranks(*arguments, **variables))
+        return started[-1]
 
-def scope() -> dict[str, Any]:
-    """What the programs define, for workers that another engine starts."""
-    found: dict[str, Any] = {"__name__": "program"}
-    ours = PROLOGUE[: PROLOGUE.index("rank, host =")] + PROLOGUE[PROLOGUE.index("def train(") :]
-    exec(ours, found)
-    return found
+    yield start
+    for one in started:
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +96,57 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-# -- one host, started by torchrun -------------------------------------------------------------------------------------
+def prepared(strategy: str | None = None) -> dict[str, Any]:
+    """A loop of one's own on a prepared model."""
+    torch.manual_seed(0)
+    model: Any = plain.mlp()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(TensorDataset(*plain.rows(39), torch.arange(39)), batch_size=12, shuffle=True)
+    model, optimizer, loader = mh.prepare(model, optimizer, loader, strategy=strategy)
+    rows: list[int] = []
+    for _ in range(2):
+        for a, b, numbers in loader:
+            optimizer.zero_grad()
+            plain.cross_entropy(model, (a, b)).backward()
+            optimizer.step()
+            rows += numbers.tolist()
+    worker = mh.worker()
+    shards = worker.server.shards if worker is not None and worker.server is not None else 0
+    return {"rows": rows, "parameters": plain.flat(model).tolist(), "shards": shards}
 
-ONE_HOST = """
+
+def launched(strategy: str, rank: int) -> dict[str, Any]:
+    return launch(prepared, strategy=strategy)[rank]
+
+
+def tables(strategy: str, **options: Any) -> list[Any]:
+    random = np.random.default_rng(0)
+    users, items = random.integers(0, 50, 2000), random.integers(0, 40, 2000)
+    data = {"users": users, "items": items, "ratings": random.normal(size=2000) + users % 3}
+    options |= {"train_data": data, "validation_data": data, "batch_size": 200, "epochs": 2}
+    run = mh.train(kernel=Factors(users=50, items=40, rank=4), rate=0.1, strategy=strategy, **options)
+    content = b"".join(table.tobytes() for table in run.model.tables().values())
+    return [hashlib.sha256(content).hexdigest(), run.metrics, run.rows["total"]]
+
+
+def check_rows(found: Found, shards: int) -> None:
+    """Each row once in each of two epochs, and all ranks have the same parameters."""
+    assert sorted(row for one in found for row in one["rows"]) == sorted([*range(39)] * 2)
+    assert all(one["parameters"] == found[0]["parameters"] for one in found)
+    assert [one["shards"] for one in found] == [shards] * len(found)
+
+
+def close(one: Any, other: Any) -> None:
+    one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+# -- torchrun itself ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os
+from pathlib import Path
+import torch
 from manyhands.engines import engine_of
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.worker import current
@@ -186,180 +174,143 @@ def launches():
     values = engine.launch(program, plan)
     return [values, sorted(record.seen), torch.distributed.is_initialized()]
 
-def pushes():
-    server, center = mh.worker().server, torch.zeros(3)
-    server.initialize(center)
-    server.activate()
-    server.push(torch.full((3,), float(mh.worker().rank + 1)))
-    server.deactivate()
-    mh.worker().group.barrier()
-    server.center(center)
-    return center.tolist()
-
-found = {"launches": [launches()]}
+found = [launches()]
 torch.distributed.init_process_group("gloo")
-found["launches"].append(launches())
+found.append(launches())
 torch.distributed.destroy_process_group()
-found["hogwild"] = launched("hogwild")
-found["pushes"] = mh.launch(pushes, servers=1)[rank]
-found["tables"] = {strategy: tables(strategy) for strategy in ("rotate:blocks=4", "local-sgd:period=3", "hogwild")}
-found["downpour"] = train("downpour")
-Path(f"{rank}.json").write_text(json.dumps(found))
+Path(os.environ["RANK"] + ".json").write_text(json.dumps(found))
+
+def fails(worker):
+    if worker.rank == 1:
+        raise KeyError("weights")
+    worker.group.barrier()
+
+engine_of("auto").launch(fails, LaunchSpec(workers=2, timeout_s=20))
 """
 
 
-@pytest.fixture(scope="module")
-def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("one_host")
-    done = torchrun(folder, ONE_HOST)
-    assert done.returncode == 0, done.stderr
-    wait_until(lambda: not shards_of(folder))
-    assert not list(folder.glob("manyhands*"))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def test_workers_of_one_host_share_memory(on_one_host: list[dict[str, Any]]) -> None:
+def test_workers_of_one_host_share_memory_and_an_error_ends_all_ranks_and_is_shown(tmp_path: Path) -> None:
     """Without a process group, and with one that is there already, which stays."""
-    for rank, found in enumerate(on_one_host):
-        for own_group, (values, seen, initialized) in enumerate(found["launches"]):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.json").exists(), done.stderr
+        for own_group, (values, seen, initialized) in enumerate(json.loads((tmp_path / f"{rank}.json").read_text())):
             assert values[rank] == ["SharedMemoryGroup", rank, 2, [0.5] * 5, 4.0, 1]
             assert values[1 - rank] is None
             assert seen == ([[0, 10], [1, 11]] if rank == 0 else [])
             assert initialized == bool(own_group)
-
-
-def test_a_server_and_leases_on_one_host(on_one_host: list[dict[str, Any]]) -> None:
-    for strategy, shards in (("downpour", 1), ("hogwild", 0)):
-        found = [one[strategy] for one in on_one_host]
-        check_rows(found)
-        assert [one["shards"] for one in found] == [shards] * 2
-    assert [one["pushes"] for one in on_one_host] == [[3.0] * 3] * 2
-
-
-def test_every_rank_gets_the_tables_of_engine_local(on_one_host: list[dict[str, Any]]) -> None:
-    first, second = (one["tables"] for one in on_one_host)
-    assert first == second
-    assert all(total == 4000 for _, _, total in first.values())
-    assert scope()["tables"]("rotate:blocks=4", engine="local", workers=2) == first["rotate:blocks=4"]
-
-
-def test_an_error_ends_all_ranks_and_is_shown(tmp_path: Path) -> None:
-    done = torchrun(
-        tmp_path,
-        """
-        from manyhands.engines.base import LaunchSpec
-
-        def program(worker):
-            if worker.rank == 1:
-                raise KeyError("weights")
-            worker.group.barrier()
-
-        engine.Torchrun().launch(program, LaunchSpec(workers=2, timeout_s=20))
-        """,
-    )
     assert done.returncode != 0
     assert "failed in phase start at step 0: KeyError: 'weights'" in done.stderr
     assert "PeerLost: worker 1 on" in done.stderr
+    assert not list(tmp_path.glob("manyhands*"))
+
+
+# -- one host ----------------------------------------------------------------------------------------------------------
+
+
+def on_one_host(rank: int) -> dict[str, Any]:
+    strategies = ("rotate:blocks=4", "local-sgd:period=3", "hogwild")
+    return {
+        "hogwild": launched("hogwild", rank),
+        "tables": {strategy: tables(strategy) for strategy in strategies},
+        "downpour": prepared("downpour:bound=0"),
+    }
+
+
+def test_a_server_leases_and_tables_on_one_host(ranks: Callable[..., Ranks], local: Local) -> None:
+    found = ranks(on_one_host, "aa").found()
+    check_rows([one["hogwild"] for one in found], shards=0)
+    check_rows([one["downpour"] for one in found], shards=1)
+    wanted = launch(prepared, "downpour:bound=0", workers=2, strategy="downpour:bound=0", engine=local)
+    close(found[0]["downpour"]["parameters"], wanted[0]["parameters"])
+    first, second = (one["tables"] for one in found)
+    assert first == second
+    assert all(total == 4000 for _, _, total in first.values())
+    assert tables("rotate:blocks=4", engine=local, workers=2) == first["rotate:blocks=4"]
+
+
+def killed(rank: int) -> None:
+    model: torch.nn.Module = torch.nn.Linear(3, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = mh.prepare(model, optimizer, strategy="downpour")
+    for step in range(10_000):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_shard_ends_with_its_workers(ranks: Callable[..., Ranks]) -> None:
+    first, second = ranks(killed, "aa").processes
+    assert first.end()[0] == -signal.SIGKILL
+    assert second.end()[0]
+    wait_until(lambda: not first.processes() and not second.processes())
 
 
 # -- two hosts ---------------------------------------------------------------------------------------------------------
 
-TWO_HOSTS = """
-if __name__ == "__main__":
-    found, credentials = {"refused": []}, os.environ.pop("MANYHANDS_CREDENTIALS")
+
+def on_two_hosts(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"refused": []}
+    credentials = os.environ.pop("MANYHANDS_CREDENTIALS")
     for strategy in ("downpour", "update-sharing", "hogwild"):
         try:
-            launched(strategy)
+            launched(strategy, rank)
         except mh.BadInput as error:
             found["refused"].append(f"{type(error).__name__}: {error}")
     os.environ["MANYHANDS_CREDENTIALS"] = credentials
-    for strategy in ("easgd:bound=0,period=2", "quorum", "update-sharing", "gossip"):
-        found[strategy] = launched(strategy)
-    for epochs, more in ((1, {}), (2, {"resume": True})):
-        run = mh.train(plain.task(epochs=epochs), strategy="downpour:bound=0", run_dir="run", **more)
+    for strategy in ("quorum", "update-sharing", "gossip"):
+        found[strategy] = launched(strategy, rank)
+    for epochs in (1, 2):
+        run = mh.train(plain.task(epochs=epochs), strategy="downpour:bound=0", run_dir="run", resume=epochs == 2)
     found["trained"] = {"rows": run.rows["total"], "parameters": plain.flat(run.model).tolist()}
-    Path(f"{rank}.json").write_text(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def on_two_hosts(tmp_path_factory: pytest.TempPathFactory, credentials: str) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("two_hosts")
-    found = Ranks(folder, TWO_HOSTS, ["alpha", "beta"], MANYHANDS_CREDENTIALS=credentials).found()
-    wait_until(lambda: not shards_of(folder))
+    found["downpour"] = prepared("downpour:warmup=2")
     return found
 
 
-def close(one: Any, other: Any) -> None:
-    one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+@pytest.fixture(scope="module")
+def two_hosts(ranks: Callable[..., Ranks], tmp_path_factory: pytest.TempPathFactory, credentials: str) -> Found:
+    """Of three ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("two_hosts"))
+        started = ranks(on_two_hosts, "aab", MANYHANDS_CREDENTIALS=credentials)
+    return started.found()
 
 
-@pytest.mark.parametrize(("strategy", "shards"), [("easgd:bound=0,period=2", 2), ("quorum", 1)])
-def test_in_step_it_is_what_other_engines_train(
-    local: Local, on_two_hosts: list[dict[str, Any]], strategy: str, shards: int
-) -> None:
-    found = [one[strategy] for one in on_two_hosts]
-    check_rows(found)
-    assert [one["shards"] for one in found] == [shards] * 2
-    wanted = launch(scope()["train"], strategy, workers=2, strategy=strategy, engine=local)
+def test_in_step_it_is_what_other_engines_train(local: Local, two_hosts: Found) -> None:
+    """In a loop of one's own; and a declared task, which is resumed."""
+    found = [one["quorum"] for one in two_hosts]
+    check_rows(found, shards=1)
+    wanted = launch(prepared, "quorum", workers=3, strategy="quorum", engine=local)
     close(found[0]["parameters"], wanted[0]["parameters"])
+    trained = [one["trained"] for one in two_hosts]
+    assert trained == [trained[0]] * 3
+    assert trained[0]["rows"] == 78
+    of = mh.train(plain.task(), strategy="downpour:bound=0", engine=local, workers=3)
+    close(trained[0]["parameters"], of.parameters)
 
 
-def test_a_declared_task_is_trained_and_resumed(local: Local, on_two_hosts: list[dict[str, Any]]) -> None:
-    first, second = (one["trained"] for one in on_two_hosts)
-    assert first == second
-    assert first["rows"] == 78
-    close(first["parameters"], mh.train(plain.task(), strategy="downpour:bound=0", engine=local, workers=2).parameters)
+def test_each_row_once(two_hosts: Found) -> None:
+    """Without a server, and with one that has a shard on each host."""
+    for strategy, shards in (("update-sharing", 0), ("gossip", 0), ("downpour", 2)):
+        check_rows([one[strategy] for one in two_hosts], shards)
 
 
-def test_each_row_once_without_a_server(on_two_hosts: list[dict[str, Any]]) -> None:
-    for strategy in ("update-sharing", "gossip"):
-        found = [one[strategy] for one in on_two_hosts]
-        check_rows(found)
-        assert [one["shards"] for one in found] == [0, 0]
-
-
-def test_what_two_hosts_cannot_do_is_refused_on_both(on_two_hosts: list[dict[str, Any]]) -> None:
+def test_what_two_hosts_cannot_do_is_refused_on_both(two_hosts: Found) -> None:
     """Without credentials, and hogwild, which is for one machine."""
-    for one in on_two_hosts:
+    for one in two_hosts:
         server, messages, hogwild = one["refused"]
         assert "BadInput: a parameter server (rule add) over 2 hosts needs credentials" in server
         assert "BadInput: an exchange of messages over 2 hosts needs credentials" in messages
         assert "MANYHANDS_CREDENTIALS is not set there" in server
         assert hogwild.startswith("Unsupported: ")
         assert "machine" in hogwild
-
-
-PREPARED = """
-if __name__ == "__main__":
-    Path(f"{rank}.json").write_text(json.dumps(train("downpour:warmup=2")))
-"""
-
-
-def test_a_prepared_loop_has_its_server_on_two_hosts(tmp_path: Path, credentials: str) -> None:
-    found = Ranks(tmp_path, PREPARED, ["alpha", "alpha", "beta"], MANYHANDS_CREDENTIALS=credentials).found()
-    check_rows(found)
-    assert [one["shards"] for one in found] == [2, 2, 2]
-    wait_until(lambda: not shards_of(tmp_path))
-
-
-KILLED = """
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer = mh.prepare(model, optimizer, strategy="downpour")
-for step in range(10_000):
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 5 and rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_shard_ends_with_its_workers(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, KILLED, ["alpha"] * 2)
-    assert ranks.processes[0].wait(60) == -9
-    for process in ranks.processes:
-        process.communicate(timeout=60)
-    wait_until(lambda: not shards_of(tmp_path))
