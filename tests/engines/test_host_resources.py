@@ -24,38 +24,31 @@ def fake(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-TWO, IN = "0::/a/b\n", "sys/fs/cgroup"
-QUOTAS: list[tuple[str, str, dict[str, str], int]] = [
-    ("affinity alone", "", {}, 8),
-    ("no limit", TWO, {f"{IN}/a/b/cpu.max": "max 100000"}, 8),
-    ("two", TWO, {f"{IN}/a/b/cpu.max": "200000 100000"}, 2),
-    ("one and a half", TWO, {f"{IN}/a/b/cpu.max": "150000 100000"}, 1),
-    ("a half", TWO, {f"{IN}/a/b/cpu.max": "50000 100000"}, 1),
-    (
-        "the smallest above",
-        TWO,
-        {f"{IN}/a/b/cpu.max": "600000 100000", f"{IN}/a/cpu.max": "300000 100000", f"{IN}/cpu.max": "max 100000"},
-        3,
-    ),
-    ("a container's, at the mount", "0::/docker/not-visible-here\n", {f"{IN}/cpu.max": "400000 100000"}, 4),
-    (
-        "version 1",
-        "4:memory:/x\n3:cpu,cpuacct:/x\n",
-        {
-            f"{IN}/cpu/x/cpu.cfs_quota_us": "250000",
-            f"{IN}/cpu/x/cpu.cfs_period_us": "50000",
-            f"{IN}/cpu/cpu.cfs_quota_us": "-1",
-            f"{IN}/cpu/cpu.cfs_period_us": "100000",
-        },
-        5,
-    ),
-]
+IN = "sys/fs/cgroup"
+QUOTAS: dict[str, tuple[dict[str, str], int]] = {  # of the control group /a/b: a folder's cpu.max, and the usable cores
+    "no limit": ({"a/b": "max 100000"}, 8),
+    "two": ({"a/b": "200000 100000"}, 2),
+    "one and a half": ({"a/b": "150000 100000"}, 1),
+    "a half": ({"a/b": "50000 100000"}, 1),
+    "the smallest above": ({"a/b": "600000 100000", "a": "300000 100000", ".": "max 100000"}, 3),
+    "a container's, at the mount": ({".": "400000 100000"}, 4),
+}
 
 
 def test_a_quota_limits_the_usable_cores(tmp_path: Path) -> None:
-    for name, group, files, expected in QUOTAS:
-        root = fake(tmp_path / name, {"proc/self/cgroup": group, **files} if group else {})
+    for name, (limits, expected) in QUOTAS.items():
+        files = {f"{IN}/{folder}/cpu.max": limit for folder, limit in limits.items()}
+        root = fake(tmp_path / name, {"proc/self/cgroup": "0::/a/b\n", **files})
         assert cores.usable_cores(root) == expected, name
+    assert cores.usable_cores(tmp_path) == 8  # affinity alone
+    version_1 = {
+        "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+        f"{IN}/cpu/x/cpu.cfs_quota_us": "250000",
+        f"{IN}/cpu/x/cpu.cfs_period_us": "50000",
+        f"{IN}/cpu/cpu.cfs_quota_us": "-1",
+        f"{IN}/cpu/cpu.cfs_period_us": "100000",
+    }
+    assert cores.usable_cores(fake(tmp_path / "version 1", version_1)) == 5
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

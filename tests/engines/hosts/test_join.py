@@ -95,11 +95,12 @@ class Line:
 
     def received(self, count: int) -> list[tuple[int, Body]]:
         came: list[tuple[int, Body]] = []
-        for _ in range(500):
-            came += self.driver.receive()
-            if len(came) >= count:
-                break
-            threading.Event().wait(0.01)
+
+        def enough() -> bool:
+            came.extend(self.driver.receive())
+            return len(came) >= count
+
+        wait_until(enough, 5)
         return came
 
 

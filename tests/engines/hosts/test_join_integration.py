@@ -27,7 +27,7 @@ Both = tuple[HostProcess, HostProcess]
 
 def meets(worker: Any) -> None:
     worker.group.barrier()
-    worker.emit("here")
+    worker.emit("all met")
     while True:
         worker.group.barrier()
         time.sleep(0.01)  # leaves cores to the others
@@ -38,7 +38,7 @@ def driver(say: Say) -> None:
 
     class Hear(Observer):
         def event(self, event: Event) -> None:
-            say(event.type)
+            say(f"event {event.type}")
 
     engine = Hosts(local_workers=1)
     engine.announcer.say = say
@@ -56,7 +56,7 @@ def both(process: Process) -> Both:
     found = ADDRESS.search(first.until("manyhands join"))
     assert found
     second = process(agent, found[1], 2)
-    first.until("here")
+    first.until("event all met")
     return first, second
 
 

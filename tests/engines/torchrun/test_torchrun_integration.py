@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,14 +37,17 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 Found = list[dict[str, Any]]
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 class Ranks:
     """Processes as a launcher starts them, each on the host of its name."""
 
     def __init__(self, program: Callable[[int], object], hosts: str, **variables: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        place |= {"WORLD_SIZE": str(len(hosts)), **variables}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(len(hosts)), **variables}
         self.processes = [
             HostProcess(
                 as_rank,
@@ -141,7 +145,7 @@ def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-# -- torchrun itself ---------------------------------------------------------------------------------------------------
+# -- launchers themselves ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, os
@@ -211,6 +215,44 @@ def test_workers_of_one_host_share_memory_and_an_error_ends_all_ranks_and_is_sho
     assert "failed in phase start at step 0: KeyError: 'weights'" in done.stderr
     assert "PeerLost: worker 1 on" in done.stderr
     assert not list(tmp_path.glob("manyhands*"))
+
+
+MPI_PROGRAM = """
+import json
+import torch
+from manyhands.engines import engine_of
+from manyhands.engines.base import LaunchSpec
+
+def agree(worker):
+    vector = torch.full((1000,), worker.rank + 1.0)
+    worker.group.mean_(vector)
+    return [worker.rank, worker.size, worker.local_rank, vector[0].item()]
+
+engine = engine_of("auto")
+values = engine.launch(agree, LaunchSpec(workers=engine.default_workers(), timeout_s=60))
+print(json.dumps([engine.name, engine.own_rank(), values[engine.own_rank()]]), flush=True)
+"""
+
+
+@pytest.mark.nightly
+def test_mpiruns_processes_are_one_run(tmp_path: Path) -> None:
+    if not shutil.which("mpirun") or b"Open MPI" not in subprocess.check_output(["mpirun", "--version"]):
+        pytest.skip("needs Open MPI's mpirun")
+    script = tmp_path / "script.py"
+    script.write_text(MPI_PROGRAM)
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    place = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}"]
+    done = subprocess.run(
+        ["mpirun", *root, "--oversubscribe", "-n", "2", *place, sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert output == [["torchrun", 0, [0, 2, 0, 1.5]], ["torchrun", 1, [1, 2, 1, 1.5]]]
 
 
 # -- one host ----------------------------------------------------------------------------------------------------------
