@@ -17,18 +17,15 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver_script import MARK, MarkedProcess, wait_until
-from torch import nn
 from typer.testing import CliRunner, Result
 
-import manyhands as mh
 from control_groups import limited
 from manyhands.cli import commands
 
@@ -104,6 +101,7 @@ class Place(MarkedProcess):
 
     def write(self, name: str, text: str) -> Path:
         path = self.work / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(text))
         return path
 
@@ -333,57 +331,28 @@ def test_sigterm_and_resume_of_a_users_file_in_a_folder_of_many_odd_characters(p
 # Bad input: one line, exit code 2
 
 
-def task(**fields: Any) -> mh.Task:
-    given = {
-        "model": lambda: nn.Linear(4, 1),
-        "loss": lambda model, batch: model(batch).square().mean(),
-        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        "train_data": torch.ones(16, 4),
-        "batch_size": 4,
-    }
-    return mh.Task(**(given | fields))
-
-
-TASKS: dict[str, Callable[[], Any]] = {
-    "good": task,
-    "vector": lambda: task(loss=lambda model, batch: model(batch)),
-    "both": lambda: task(batch_size_per_worker=2),
-    "lazy": lambda: task(model=lambda: nn.LazyLinear(1)),
-    "net": lambda: nn.Linear(4, 1),
-}
-
 BAD = {
     "mnist": "no task 'mnist'.*choose from digits, chars",
     "digits --strategy ddp": "what others call ddp is 'allreduce' here",
-    "digits --strategy local-sgd:perod=8": "no option 'perod' .did you mean 'period'.*period, ",
     "digits:epoch=8": "no option 'epoch' .did you mean 'epochs'",
     "digits --engine slurm": "no engine 'slurm'.*choose from local, hosts, spark, sim, torchrun",
     "nowhere.py:task": "no file 'nowhere.py'",
     "broken.py:task": r"broken.py failed to import: ZeroDivisionError.*line 2",
-    "tasks.py:god": "tasks.py has no 'god' .did you mean 'good'",
-    "tasks.py:net": "not a manyhands.Task",
-    "tasks.py:vector --workers 2": "must return a tensor of one number",  # found by workers
-    "tasks.py:good --workers 0": "workers must be .*at least 1, not 0",
-    "tasks.py:good --workers 5": "batch_size",
-    "tasks.py:both": "batch_size.*batch_size_per_worker",
-    "tasks.py:lazy": "shape .* not known yet .*: weight, bias\\. ",
-    "tasks.py:good --run-dir used": "run directory used exists: resume it",
-    "tasks.py:good --run-dir tasks.py": "run directory tasks.py is a file",
-    "tasks.py:good --batch-size 4 --batch-size-per-worker 2": "batch_size.*batch_size_per_worker",
+    "my_tasks.py:god": "my_tasks.py has no 'god' .did you mean 'good'",
+    "my_tasks.py:net": "not a manyhands.Task",
+    "my_tasks.py:vector --workers 2": "must return a tensor of one number",  # found by workers
+    "my_tasks.py:good --run-dir used": "run directory used exists: resume it",
+    "my_tasks.py:good --run-dir my_tasks.py": "run directory my_tasks.py is a file",
+    "my_tasks.py:good --batch-size 4 --batch-size-per-worker 2": "batch_size.*batch_size_per_worker",
 }
 
 
-@pytest.fixture
-def here(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A working folder with files of tasks, good and bad, and a used run directory."""
-    monkeypatch.chdir(place.work)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    place.write("broken.py", "\ntask = 1 / 0\n")
-    place.write("tasks.py", f"from {__name__} import TASKS\nglobals().update(TASKS)\n")
-    (place.work / "used").mkdir()
-    (place.work / "used" / "notes.txt").write_text("mine\n")
-    yield place
-    sys.modules.pop("tasks", None)  # the next test's is another file
+TASKS = f"""
+{TASK}
+    good = task
+    vector = task().with_fields(loss=lambda model, batch: model(batch))
+    net = lambda: torch.nn.Linear(4, 1)
+"""
 
 
 def invoke(words: str) -> Result:
@@ -391,19 +360,21 @@ def invoke(words: str) -> Result:
     return CliRunner().invoke(commands.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
-def test_bad_input_is_one_clear_line(here: Place) -> None:
+def test_bad_input_is_one_clear_line_and_with_debug_a_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """CASE 20 among them: no name is taken for another; nothing of the user's is touched."""
+    monkeypatch.chdir(place.work)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    place.write("broken.py", "\ntask = 1 / 0\n")
+    place.write("my_tasks.py", TASKS)
+    place.write("used/notes.txt", "mine\n")
     for words, says in BAD.items():
         done = invoke(words)
         assert (done.exit_code, done.stdout) == (2, ""), done.output
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.startswith("manyhands: ")
         assert re.search(says, done.stderr), done.stderr
-        assert [path.name for path in (here.work / "used").iterdir()] == ["notes.txt"]
-
-
-def test_debug_shows_the_traceback_of_bad_input(here: Place) -> None:
-    done = invoke("tasks.py:both --debug")
+        assert [path.name for path in (place.work / "used").iterdir()] == ["notes.txt"]
+    done = invoke("my_tasks.py:net --debug")
     assert done.exit_code == 2
     assert done.stderr.startswith("Traceback")
     assert "BadInput: " in done.stderr
