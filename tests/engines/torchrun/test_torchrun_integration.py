@@ -32,7 +32,7 @@ from manyhands.kernels import Factors
 from manyhands.own_loop.launch import launch
 from manyhands.transport.credentials import Credentials
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
+pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 Found = list[dict[str, Any]]
 
