@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     ran = Ran(Run(Hosts(local_workers=2), begin), Listening(4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANYHANDS_CREDENTIALS", str(path))
-        server = {"server": ServerSpec(rule="add"), "servers": 2}
-        spec = LaunchSpec(workers=4, timeout_s=30, threads_per_worker=1, observer=ran.listening, **server)
-        ran.values = ran.run.launch(everything, spec)
+        spec = LaunchSpec(workers=4, server=ServerSpec(rule="add"), servers=2, threads_per_worker=1, timeout_s=30)
+        ran.values = ran.run.launch(everything, replace(spec, observer=ran.listening))
     return ran
 
 

@@ -84,8 +84,8 @@ def as_rank(say: Say, program: Callable[[int], object], host: str) -> None:
 def ranks() -> Iterator[Callable[..., Ranks]]:
     started: list[Ranks] = []
 
-    def start(*arguments: Any, **variables: str) -> Ranks:
-        started.append(Ranks(*arguments, **variables))
+    def start(program: Callable[[int], object], hosts: str, **variables: str) -> Ranks:
+        started.append(Ranks(program, hosts, **variables))
         return started[-1]
 
     yield start
