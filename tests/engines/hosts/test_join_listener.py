@@ -38,16 +38,10 @@ def test_who_may_join() -> None:
         other = hello(1)
         other["versions"][name] = "0.0"
         assert re.search(f"versions differ.*{name} 0.0", roster().refusal(other))
-    nonsense = (
-        {"purpose": "ring"},
-        {"purpose": None},
-        {"workers": 0},
-        {"workers": True},
-        {"workers": "2"},
-        {"host": 7},
-    )
-    for change in (*nonsense, {"host": ""}, {"versions": []}):
-        assert roster().refusal({**hello(1), **change}), change
+    nonsense: dict[str, tuple[Any, ...]] = {"purpose": ("ring", None), "workers": (0, True, "2"), "host": (7, "")}
+    for name, values in {**nonsense, "versions": ([],)}.items():
+        for value in values:
+            assert roster().refusal({**hello(1), name: value}), (name, value)
 
 
 def test_ranks_are_contiguous_on_every_host_and_hosts_of_one_name_are_told_apart() -> None:
