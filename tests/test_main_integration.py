@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver_script import wait_until
 
 SOURCE = str(Path(__file__).resolve().parents[1] / "src")
 
@@ -49,9 +49,7 @@ def test_sigterm_while_the_workers_of_a_script_start_is_not_swallowed(tmp_path: 
     """As soon as workers are there, whether or not their script has begun: before, it is 75, then what `python` does with it."""
     (tmp_path / "script.py").write_text("import time\ntime.sleep(60)\n")
     with command(tmp_path, "run", "-n", "2", "script.py") as process:
-        deadline = time.monotonic() + 60
-        while len(_grandchildren(process.pid)) < 2:
-            assert time.monotonic() < deadline
+        wait_until(lambda: len(_grandchildren(process.pid)) == 2, 60)
         os.kill(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert process.returncode in (75, 128 + signal.SIGTERM), err
@@ -70,7 +68,7 @@ def _grandchildren(pid: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_reader_that_takes_one_line_of_json_does_not_end_the_run(tmp_path: Path) -> None:
-    options = "--epochs 2 --log json --run-dir run"
+    options = "--workers 1 --epochs 1 --log json --run-dir run"
     with command(tmp_path, "train", "digits", *options.split()) as process:
         assert process.stdout is not None
         assert process.stderr is not None

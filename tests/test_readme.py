@@ -62,33 +62,30 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
             exec(compile(padded, str(page), "exec", dont_inherit=True), namespace)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with("bash"), ids=title)
-def test_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of README's own script have a test of their own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
-    write_scripts(tmp_path)
-    for i, words in enumerate(commands(page)):
-        if not {"train.py", "prepared.py"} & set(words):
-            follow(words, tmp_path / str(i))
+def first_shown(page: Path, *how: str) -> list[list[str]]:
+    """A page's commands that no page before it shows; what a later line of the page needs is of a page's own directory."""
+    before = [words for other in PAGES[: PAGES.index(page)] for words in commands(other, HERE, SLOW)]
+    return [words for words in commands(page, *how) if words not in before]
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("page", "how"),
     [
-        pytest.param(page, how, marks=mark, id=title(page))
-        for how, mark in ((SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly))
+        pytest.param(page, how, marks=mark, id=title(page) + how.removeprefix("run in make test"))
+        for how, mark in ((HERE, pytest.mark.slow), (SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly))
         for page in pages_with("bash", how)
+        if how == NIGHTLY or first_shown(page, how)
     ],
 )
-def test_slow_commands_run(page: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(page: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of README's own script have a test of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
-    for i, words in enumerate(commands(page, how)):
-        follow(words, tmp_path / str(i))
+    for i, words in enumerate(commands(page, how) if how == NIGHTLY else first_shown(page, how)):
+        if not {"train.py", "prepared.py"} & set(words):
+            follow(words, tmp_path / str(i))
 
 
 def follow(words: list[str], folder: Path) -> None:
@@ -105,6 +102,8 @@ def limits(words: list[str], folder: Path) -> list[str]:
     """What makes a command short: few steps, once, and a directory of its own where a run says none."""
     if words[1] == "compare":
         return ["--max-steps", "6", "--repeats", "1", "--validations", "1"]
+    if words[1] == "check":
+        return ["--steps", "2"]
     if words[1] == "calibrate":
         return ["--quick", "--strategies", "none"]
     if words[1] != "train" or "--help" in words:

@@ -1,6 +1,7 @@
 """A random state that nobody else sees, and one that all ranks draw from."""
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,14 @@ def draw():
     return torch.rand(1).item(), np.random.rand(), random.random()
 
 
+def seed():
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+
+
 def test_it_goes_on_where_it_stood_and_leaves_no_trace():
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    seed()
     expected_outside = [draw(), draw()]
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    seed()
     own, inside, outside = RngScope((5, 0)), [], []
     for _ in range(2):
         with own:
@@ -33,21 +38,18 @@ def test_it_goes_on_where_it_stood_and_leaves_no_trace():
 
 def test_an_error_inside_puts_the_outside_back():
     before = torch.get_rng_state()
-    try:
-        with RngScope((1,)):
-            torch.rand(3)
-            raise KeyError
-    except KeyError:
-        pass
+    with suppress(KeyError), RngScope((1,)):
+        torch.rand(3)
+        raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_it_goes_on_from_here_as_if_there_were_one_stream():
     """Where nobody else draws; else the process's generators stay where they went, which is another way."""
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    seed()
     expected = [draw() for _ in range(4)]
     for else_drawn in (False, True):
-        torch.manual_seed(1), np.random.seed(1), random.seed(1)
+        seed()
         got, own = [draw()], RngScope.from_here()
         with own.in_place():
             for _ in range(2):

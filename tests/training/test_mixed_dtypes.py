@@ -48,7 +48,7 @@ def task(**fields: object) -> mh.Task:
         "train_data": rows(),
         "validation_data": rows(),
         "batch_size": 12,
-        "epochs": 4,
+        "epochs": 2,
         "clip_norm": 5.0,
         "seed": 3,
     }
@@ -87,10 +87,9 @@ def test_it_trains_as_a_float32_model_does(spec: str) -> None:
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
-@pytest.mark.slow
 def test_on_worker_processes(local: mh.Local) -> None:
-    for spec in ("hogwild", "allreduce", "local-sgd:period=2", "downpour"):
-        run = mh.train(task(), strategy=spec, workers=2, engine=local, callbacks=[])
+    for spec in ("hogwild", "allreduce"):
+        run = mh.train(task(epochs=4), strategy=spec, workers=2, engine=local, callbacks=[])
         assert run.model.middle.weight.dtype == BF16
         assert run.metrics["validation_loss"] < 0.6 * float(loss(initial(Mixed), rows()).detach()), (spec, run.metrics)
 
@@ -100,7 +99,7 @@ def test_one_worker_is_a_plain_loop_bit_for_bit_and_four_are_one_up_to_bfloat16(
     model = initial(Mixed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     x, y = rows()
-    for epoch in range(4):
+    for epoch in range(2):
         order = torch.as_tensor(mh.epoch_order(60, seed=3, epoch=epoch))
         for part in order.split(12):
             optimizer.zero_grad()
@@ -117,7 +116,7 @@ def test_one_worker_is_a_plain_loop_bit_for_bit_and_four_are_one_up_to_bfloat16(
 def test_resumed_is_uninterrupted(spec: str, tmp_path: Path) -> None:
     options = {"strategy": spec, "workers": 2, "engine": "sim", "callbacks": []}
     whole = mh.train(task(), **options)  # type: ignore[arg-type]
-    mh.train(task(epochs=2), run_dir=tmp_path, **options)  # type: ignore[arg-type]
+    mh.train(task(epochs=1), run_dir=tmp_path, **options)  # type: ignore[arg-type]
     again = mh.train(task(), run_dir=tmp_path, resume=True, **options)  # type: ignore[arg-type]
     for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

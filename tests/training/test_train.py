@@ -38,24 +38,20 @@ def cosine(optimizer: torch.optim.Optimizer, total: int = 8) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
 
 
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
 @pytest.mark.parametrize("strategy", ["solo", "allreduce", "local-sgd:period=3"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str, optimizer: str) -> None:
-    """CASE 1: through train(), with a schedule and clipping."""
-    make = plain.OPTIMIZERS[optimizer]
-    expected, _ = plain.plain_loop(
-        plain.mlp, make, plain.rows(39), batch_size=12, epochs=2, schedule=cosine, clip_norm=0.1
-    )
-    run = train(task(optimizer=make, schedule=cosine, clip_norm=0.1), strategy=strategy)
-    assert torch.equal(run.parameters, plain.flat(expected))
-    assert (run.steps, run.rows) == (8, {"total": 78, "workers": [78], "unused": 0})
-
-
-def test_dropout_draws_what_a_plain_loop_draws() -> None:
-    make = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()  # noqa: E731
-    expected, _ = plain.plain_loop(make, plain.OPTIMIZERS["sgd"], plain.rows(39), batch_size=12, epochs=2)
-    run = train(task(model=make, optimizer=plain.OPTIMIZERS["sgd"], validation_data=plain.rows(5)))
-    assert torch.equal(run.parameters, plain.flat(expected))
+def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str) -> None:
+    """CASE 1: through train(), with a schedule and clipping; dropout draws what a plain loop draws."""
+    for optimizer, model in (("momentum", plain.mlp), ("adamw", plain.mlp), ("adamw", dropping)):
+        make = plain.OPTIMIZERS[optimizer]
+        options: dict[str, Any] = {"schedule": cosine, "clip_norm": 0.1, "batch_size": 12, "epochs": 2}
+        expected, _ = plain.plain_loop(model, make, plain.rows(39), **options)
+        run = train(task(model=model, optimizer=make, validation_data=plain.rows(5), **options), strategy=strategy)
+        assert torch.equal(run.parameters, plain.flat(expected)), (optimizer, model)
+        assert (run.steps, run.rows) == (8, {"total": 78, "workers": [78], "unused": 0})
 
 
 def test_a_given_module_holds_the_final_weights_and_memory_of_its_own(tmp_path: Path) -> None:
@@ -133,14 +129,7 @@ class Watch(Callback):
         self.heard.append(event)
         return "stop" if (event.type, sum(e.type == event.type for e in self.heard)) == self.at else None
 
-    def on_step(self, event: Event) -> str | None:
-        return self._note(event)
-
-    def on_epoch(self, event: Event) -> str | None:
-        return self._note(event)
-
-    def on_validation(self, event: Event) -> str | None:
-        return self._note(event)
+    on_step = on_epoch = on_validation = _note
 
 
 def test_callbacks_hear_all_and_may_stop() -> None:
@@ -241,13 +230,12 @@ def test_a_run_directory_holds_everything_and_resumes_as_the_same_run(tmp_path: 
 
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
     """CASE 19: optimizer, schedule, data position, dropout's random state, best kept."""
-    make = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()  # noqa: E731
 
     def step_down(optimizer: torch.optim.Optimizer, total: int) -> Any:
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], gamma=0.3)
 
     for strategy in ("allreduce", "local-sgd:period=3"):
-        given = task(model=make, epochs=4, schedule=step_down, validation_data=plain.rows(5))
+        given = task(model=dropping, epochs=4, schedule=step_down, validation_data=plain.rows(5))
         options: dict[str, Any] = {"strategy": strategy, "keep": "best:validation_loss", "checkpoint_every": 3}
         whole = train(given, **options)
         folder = tmp_path / strategy.replace(":", "-")
@@ -368,18 +356,11 @@ def test_bad_input_is_one_clear_error() -> None:
     made = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     for options, message in [
         ({"workers": 0}, "workers must be"),
-        ({"workers": 2.5}, "workers must be"),
         ({"workers": 13}, "batch_size=12 leaves some of the 13 workers without a row"),
         ({"workers": 2, "strategy": "solo"}, "solo runs on one worker"),
-        *(
-            ({"strategy": theirs}, f"what others call {theirs} is '{ours}'")
-            for theirs, ours in (("ddp", "allreduce"), ("adag", "agn"), ("opendiloco", "diloco"))
-        ),
-        ({"strategy": "local-sgd:perod=3"}, "did you mean 'period'"),
-        ({"strategy": "local-sgd:period=often"}, "period must be a whole number.*or.*end"),
+        ({"strategy": "ddp"}, "what others call ddp is 'allreduce'"),
+        *(({option: -1}, f"{option} must be") for option in ("validate_every", "max_seconds", "check_replicas_every")),
         ({"engine": "yarn"}, "no engine 'yarn'"),
-        ({"keep": "worst"}, "keep must be"),
-        ({"keep": "best:beauty", **validated}, "write best:max:beauty or best:min:beauty"),
         ({"keep": "best:max:beauty", **validated}, "no metric 'beauty': give one of validation_loss"),
         ({"keep": "best:validation_loss"}, "keep.*needs validation_data"),
         ({"nonfinite": "ignore"}, "nonfinite must be"),
@@ -389,8 +370,6 @@ def test_bad_input_is_one_clear_error() -> None:
         ({"partition": "fixed", "train_data": Stream()}, "a stream has no row numbers"),
         ({"partition": "fixed", "train_data": loader()}, "a DataLoader's sampler names them"),
         ({**both, "survive": "max_losses=1"}, "with partition=fixed each worker has rows"),
-        ({"validate_every": 0}, "validate_every must be"),
-        ({"max_seconds": -1}, "max_seconds must be"),
         ({"resume": True}, "needs a run directory"),
         ({"run_dir": "/proc/none"}, "cannot use the run directory"),
         ({"device": "gpu"}, "no device 'gpu'"),
@@ -409,35 +388,10 @@ def test_bad_input_is_one_clear_error() -> None:
         ({"model": nn.Linear(1, 1).requires_grad_(False)}, "no trainable parameters"),
         ({"model": lambda: 3}, "returned int"),
         ({"schedule": cosine, "train_data": lambda: (row for row in [])}, "a schedule needs the number of steps"),
-        ({"check_replicas_every": 0}, "check_replicas_every must be a whole number of at least 1, not 0"),
     ]:
         with pytest.raises(mh.BadInput, match=f"(?s){message}") as caught:
             train(task(), **options)
         assert caught.value.exit_code == 2, options
-
-
-def test_tasks_by_name() -> None:
-    with pytest.raises(mh.UnknownName, match="no task 'digts'.*did you mean 'digits'"):
-        mh.train("digts")
-    with pytest.raises(mh.BadInput, match="no file 'nowhere.py'"):
-        mh.train("nowhere.py:task")
-    with pytest.raises(mh.BadInput, match="nothing to train: model, loss, optimizer, train_data missing"):
-        mh.train()
-
-
-def test_tasks_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "a_file_of_tasks.py"
-    file.write_text(
-        "from manyhands.tasks import digits\ntask = digits(epochs=1)\ndef make(width: int = 1): return task.with_fields(seed=width)\n"
-    )
-    assert mh.train(f"{file}:task:max_steps=2,epochs=3").steps == 2
-    assert mh.train(f"{file}:make:width=7", max_steps=1).steps == 1
-    with pytest.raises(mh.UnknownName, match="has no 'tusk'.*did you mean 'task'"):
-        mh.train(f"{file}:tusk")
-    (tmp_path / "broken_tasks.py").write_text("x = 1\nraise RuntimeError('no')\n")
-    with pytest.raises(mh.BadInput, match=r"failed to import: RuntimeError: no \(line 2\)"):
-        mh.train(f"{tmp_path / 'broken_tasks.py'}:task")
 
 
 def test_one_worker_computes_with_the_callers_threads() -> None:
