@@ -66,21 +66,15 @@ def counted(events: list[dict[str, Any]], what: str) -> Counter[tuple[int, int]]
 EVERYONE = {(rank, epoch) for rank in range(3) for epoch in range(2)}
 
 
-def test_elephas_frequency_epoch_pulls_and_pushes_once_an_epoch(tmp_path: Path) -> None:
-    """Also where a fast worker trains more batches than a slow one."""
-    events = steps_of(here("Elephas", 'frequency="epoch"'), tmp_path)
-    batches = Counter((event["rank"], event["values"]["epoch"]) for event in events)
-    assert batches[0, 0] < batches[1, 0]
-    assert counted(events, "pushes") == counted(events, "pulls") == dict.fromkeys(EVERYONE, 1)
-
-
-def test_elephas_frequency_batch_pulls_and_pushes_at_each_batch(tmp_path: Path) -> None:
-    events = steps_of(here("Elephas", 'frequency="batch"'), tmp_path)
-    batches = Counter((event["rank"], event["values"]["epoch"]) for event in events)
-    assert counted(events, "pushes") == counted(events, "pulls") == batches
-
-
-def test_the_program_of_elephas_has_the_strategy_of_its_frequency() -> None:
+def test_elephas_frequency_is_how_often_a_worker_pulls_and_pushes(tmp_path: Path) -> None:
+    """Once an epoch, also where a fast worker trains more batches than a slow one; or at each batch."""
+    for frequency in ("epoch", "batch"):
+        events = steps_of(here("Elephas", f'frequency="{frequency}"'), tmp_path / frequency)
+        batches = Counter((event["rank"], event["values"]["epoch"]) for event in events)
+        assert batches[0, 0] < batches[1, 0]
+        assert batches.keys() == EVERYONE
+        wanted = dict.fromkeys(EVERYONE, 1) if frequency == "epoch" else batches
+        assert counted(events, "pushes") == counted(events, "pulls") == wanted, frequency
     page = (ROOT / "docs" / "migrate.md").read_text()
     block = page[page.index('frequency="epoch", mode="asynchronous"') :].partition("```")[0]
     spec = here("Elephas", 'frequency="epoch"')
@@ -98,15 +92,12 @@ def test_elephas_synchronous_is_one_average_at_the_end(tmp_path: Path) -> None:
 # -- Deeplearning4j ----------------------------------------------------------------------------------------------------
 
 
-def test_gradient_sharing_of_deeplearning4j_is_asynchronous_and_keeps_residuals() -> None:
+def test_gradient_sharing_of_deeplearning4j_is_asynchronous_and_keeps_residuals_that_are_clipped() -> None:
     strategy = strategy_of(here("Deeplearning4j", "SharedTrainingMaster"))
     assert isinstance(strategy, mh.UpdateSharing)
     assert strategy.leasing() is not None
     assert strategy.server() is None
     assert strategy.density is None
-
-
-def test_its_clipping_of_residuals_is_the_default_here() -> None:
     clipped = strategy_of(here("Deeplearning4j", "ResidualClipping"))
     assert isinstance(clipped, mh.Downpour)
     assert codec_of(clipped.compress) == codec_of("threshold:0.001")
@@ -132,20 +123,15 @@ def own_loop(total: bool) -> float:
     return float(model.weight.grad)
 
 
-@pytest.mark.parametrize(("total", "gradient"), [(False, 3.0), (True, 6.0)])
-def test_horovods_average_and_sum(total: bool, gradient: float) -> None:
-    """The workers' means are 1.5 and 4.5."""
-    assert mh.launch(own_loop, total, workers=2, engine="sim") == pytest.approx([gradient] * 2)
-
-
-def test_horovods_compression_is_of_a_task_and_of_a_loop_of_ones_own() -> None:
+def test_horovods_average_sum_and_compression() -> None:
+    """The workers' means are 1.5 and 4.5, which are in bf16, too."""
     spec = here("Horovod", "Compression.fp16")
     strategy = strategy_of(spec)
     assert isinstance(strategy, mh.AllReduce)
     assert strategy.compress == "bf16"
-    assert mh.launch(own_loop, False, workers=2, engine="sim", strategy=spec) == pytest.approx(
-        [3.0] * 2
-    )  # 1.5 and 4.5 are in bf16
+    for total, options, gradient in ((False, {}, 3.0), (True, {}, 6.0), (False, {"strategy": spec}, 3.0)):
+        found = mh.launch(own_loop, total, workers=2, engine="sim", **options)
+        assert found == pytest.approx([gradient] * 2), (total, options)
 
 
 # -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------
@@ -162,7 +148,4 @@ def test_inference_answers_every_row_once() -> None:
         for x, numbers in process.rows(16, shuffle=False):
             answers += zip(numbers.tolist(), (2 * x).tolist(), strict=True)
     assert sorted(answers) == [(i, 2.0 * i) for i in range(41)]
-
-
-def test_launch_returns_what_all_ranks_return() -> None:
     assert mh.launch(lambda: mh.worker().rank, workers=3, engine="sim") == [0, 1, 2]

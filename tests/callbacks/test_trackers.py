@@ -32,12 +32,18 @@ def validation(number: int, value: float, **values: Any) -> Event:
     return Event(type="validation", step=number, values={"metrics": {"validation_loss": value}, **values})
 
 
-def whole_run(tracker: Tracker, end: Event = END) -> None:
+def hear(tracker: Tracker, *events: Event) -> None:
+    """A run of these events; its start and its end come by themselves."""
+    methods = {"step": tracker.on_step, "validation": tracker.on_validation, "change": tracker.on_notice}
     tracker.on_start(START)
-    tracker.on_step(step(1))
-    tracker.on_step(step(2, loss=None))
-    tracker.on_validation(validation(2, 0.25))
-    tracker.on_end(end)
+    for event in events:
+        methods.get(event.type, tracker.on_end)(event)
+    if events[-1].type in methods:
+        tracker.on_end(END)
+
+
+def whole_run(tracker: Tracker, end: Event = END) -> None:
+    hear(tracker, step(1), step(2, loss=None), validation(2, 0.25), end)
 
 
 class Recording(Tracker):
@@ -77,6 +83,9 @@ def test_steps_validations_and_the_result_arrive_in_order() -> None:
     assert "loss" not in tracker.rows[1][1]
     assert [row for _, row in tracker.rows[2:]] == [{"validation_loss": 0.25}, {"test_loss": 0.125}]
     assert tracker.end == "done"
+    whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))
+    assert tracker.end == "failed"
+    Recording().on_end(END)  # of a run that never began
 
 
 class NeverBack(Recording):
@@ -114,21 +123,16 @@ def test_a_tracker_that_never_goes_back_takes_all_of_an_asynchronous_run() -> No
 
 def test_a_validation_whose_step_never_comes_is_sent_at_the_end() -> None:
     tracker = NeverBack()
-    tracker.on_start(START)
-    tracker.on_step(step(1))
-    tracker.on_validation(validation(5, 0.25))
-    tracker.on_end(replace(END, step=1))
+    hear(tracker, step(1), validation(5, 0.25), replace(END, step=1))
     assert [number for number, _ in tracker.rows] == [1, 5, 5]
 
 
 def test_each_validation_is_sent_once_and_the_best_under_names_of_its_own() -> None:
     """The run's metrics are those of the best, which was sent already, and not those of its last step."""
     tracker = Recording()
-    tracker.on_start(START)
-    for number, value in enumerate([0.5, 0.25, 0.75], start=1):
-        tracker.on_step(step(number))
-        tracker.on_validation(validation(number, value, best=value < 0.75))
-    tracker.on_end(Event(type="end", step=3, values={"metrics": {"validation_loss": 0.25, "test_loss": 0.125}}))
+    end = Event(type="end", step=3, values={"metrics": {"validation_loss": 0.25, "test_loss": 0.125}})
+    validations = [validation(number, value, best=value < 0.75) for number, value in ((1, 0.5), (2, 0.25), (3, 0.75))]
+    hear(tracker, *(event for one in validations for event in (step(one.step), one)), end)
     assert [(number, row) for number, row in tracker.rows if "loss" not in row] == [
         (1, {"validation_loss": 0.5, "best_validation_loss": 0.5}),
         (2, {"validation_loss": 0.25, "best_validation_loss": 0.25}),
@@ -139,26 +143,12 @@ def test_each_validation_is_sent_once_and_the_best_under_names_of_its_own() -> N
 
 def test_what_a_restarted_run_makes_again_is_sent_once() -> None:
     tracker = Recording()
-    tracker.on_start(START)
     restart = Event(type="change", step=1, values={"kind": "restart", "message": "again"})
-    for number in (1, 2, 3, restart, 2, 3, 4):
-        if isinstance(number, Event):
-            tracker.on_notice(number)
-            continue
-        tracker.on_step(step(number))
-        if number == 2:
-            tracker.on_validation(validation(2, 0.25))
-    tracker.on_validation(validation(4, 0.125))
-    tracker.on_end(Event(type="end", step=4, values={"metrics": {}}))
+    again = step(2), validation(2, 0.25), step(3)
+    end = Event(type="end", step=4, values={"metrics": {}})
+    hear(tracker, step(1), *again, restart, *again, step(4), validation(4, 0.125), end)
     rows = [(number, row.get("validation_loss")) for number, row in tracker.rows[:-1]]
     assert rows == [(1, None), (2, None), (2, 0.25), (3, None), (4, None), (4, 0.125)]
-
-
-def test_a_failed_run_is_reported_as_failed() -> None:
-    tracker = Recording()
-    whole_run(tracker, Event(type="failed", values={"error": "WorkerFailed", "message": "m"}))
-    assert tracker.end == "failed"
-    Recording().on_end(END)  # of a run that never began
 
 
 def test_a_slow_tracker_drops_rows_and_counts_them(
@@ -187,7 +177,10 @@ def test_a_tracker_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, ca
     assert "Recording was still sending" in caplog.text
 
 
-@pytest.mark.parametrize("problem", [ConnectionError("no route"), SystemExit("no route")])
+PROBLEMS = [ConnectionError("no route"), SystemExit("no route")]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_failure_is_one_warning_and_the_run_goes_on(problem: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         whole_run(Recording(fails=problem))
@@ -197,7 +190,7 @@ def test_a_failure_is_one_warning_and_the_run_goes_on(problem: BaseException, ca
     assert message.endswith(f"{type(problem).__name__}: no route")
 
 
-@pytest.mark.parametrize("problem", [ConnectionError("no route"), SystemExit("no route")])
+@pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_tracker_that_cannot_be_opened_ends_the_run_before_its_first_step(problem: BaseException) -> None:
     """The others, which were opened, hear of a failed run."""
     opened, broken = Recording(), Recording(cannot_open=problem)

@@ -52,6 +52,14 @@ class Interrupting:
         return plain.cross_entropy(model, batch)
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "workers=3": {"workers": 3},
+    "workers=1": {"workers": 1},
+    "give run_dir": {"resume": True},
+    "strategy solo runs on one worker, and workers=2": {"strategy": "solo"},
+}
+
+
 def error_of(call: Callable[[], Any], kind: type[Exception] = BadInput) -> str:
     with pytest.raises(kind) as raised:
         call()
@@ -63,11 +71,8 @@ def error_of(call: Callable[[], Any], kind: type[Exception] = BadInput) -> str:
 
 def everything(folder: str, rank: int, directory: AnyPath) -> dict[str, Any]:
     refused = [  # each on all workers alike; training goes on to work afterwards
-        error_of(lambda: mh.train(task(), workers=3)),
-        error_of(lambda: mh.train(task(), workers=1)),
-        error_of(lambda: mh.train(task(), resume=True)),
-        error_of(lambda: mh.train(task(), strategy="solo")),
-        error_of(lambda: mh.train(task(), run_dir=f"{folder}/of-{rank}")),
+        error_of(lambda options=options: mh.train(task(), **options))
+        for options in (*REFUSED.values(), {"run_dir": f"{folder}/of-{rank}"})
     ]
     stopped = mh.train(task(), run_dir=f"{folder}/stopped", callbacks=[Heard(at=5)])
     return {
@@ -94,9 +99,8 @@ def facts(run: mh.Run) -> dict[str, Any]:
 def trained(strategy: str) -> list[dict[str, Any]]:
     """Twice: the second must not see the first. A module that is given holds the result."""
     heard, model = Heard(), plain.mlp()
-    runs = [mh.train(task(), strategy=strategy, callbacks=[heard]) for _ in range(2)]
-    given = mh.train(task(model=model), strategy=strategy)
-    return [{**facts(run), "heard": heard.events, "given": given.models[0] is model} for run in runs]
+    runs = [mh.train(task(**given), strategy=strategy, callbacks=[heard]) for given in ({}, {"model": model})]
+    return [{**facts(run), "heard": heard.events, "given": runs[1].models[0] is model} for run in runs]
 
 
 def in_a_directory(directory: AnyPath) -> dict[str, Any]:
@@ -142,10 +146,7 @@ def check(first: dict[str, Any], second: dict[str, Any], folder: Path) -> None:
         for got in (one, other):
             as_alone(got["resumed"], alone)
     assert first["refused"] == second["refused"]
-    wanted = (
-        *("workers=3", "workers=1", "give run_dir", "strategy solo runs on one worker, and workers=2"),
-        f"run_dir is {folder}/of-0 on worker 0 and {folder}/of-1 on worker 1: give all workers the same",
-    )
+    wanted = *REFUSED, f"run_dir is {folder}/of-0 on worker 0 and {folder}/of-1 on worker 1: give all workers the same"
     assert all(text in message for text, message in zip(wanted, first["refused"], strict=True)), first["refused"]
 
 

@@ -15,6 +15,7 @@ from products import Products, rows_of_products
 
 import manyhands as mh
 from manyhands.sparse.kernel import KernelModel
+from refusals import refused
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -48,15 +49,16 @@ def test_the_rate_falls_to_the_last_one_in_a_line_or_by_epochs() -> None:
     assert {row["rate"] for row in trained(epochs=2).history} == {0.02}
 
 
-def test_the_model_holds_the_tables_and_the_kernel_measures() -> None:
-    run = trained(validation_data=rows_of_products(80, seed=2))
+def test_the_model_holds_the_tables_and_the_kernel_measures(tmp_path: Path) -> None:
+    """Those of a finished run, too."""
+    validation = rows_of_products(80, seed=2)
+    run, again = (trained(validation_data=validation, run_dir=tmp_path / "run", resume=True) for _ in range(2))
     assert isinstance(run.model, KernelModel)
-    kernel, batch = run.model.kernel, rows_of_products(80, seed=2)
-    assert run.metrics["validation_loss"] == pytest.approx(kernel.measure(run.model.tables(), batch)["loss"][0])
-    own = trained(
-        validation_data=rows_of_products(80, seed=2),
-        evaluate=lambda model, batch: {"norm": torch.tensor(model.tables()["users"]).norm()},
-    )
+    measured = run.model.kernel.measure(run.model.tables(), validation)
+    assert run.metrics["validation_loss"] == pytest.approx(measured["loss"][0])
+    assert all(np.array_equal(table, again.model.tables()[name]) for name, table in run.model.tables().items())
+    norm = lambda model, batch: {"norm": torch.tensor(model.tables()["users"]).norm()}  # noqa: E731
+    own = trained(validation_data=validation, evaluate=norm)
     assert own.metrics["validation_norm"] == pytest.approx(float(np.linalg.norm(own.model.tables()["users"])))
 
 
@@ -81,8 +83,7 @@ def test_fields_that_do_not_go_together_are_refused() -> None:
         ({"micro_batch_size": 3}, "micro_batch_size"),
         (without, "rate"),
     ]:
-        with pytest.raises(mh.BadInput, match=text):
-            mh.Task(**fields(**changes))
+        refused(text, lambda changes=changes: mh.Task(**fields(**changes)), case=changes)
 
 
 def test_strategies_that_exchange_gradients_or_outputs_are_refused() -> None:
@@ -100,8 +101,7 @@ def test_rows_that_a_kernel_cannot_take_are_refused() -> None:
         (data | {"user": data["user"] * 1.0}, "whole numbers"),
         (next(iter(data.values())), "user, item, number"),
     ]:
-        with pytest.raises(mh.BadInput, match=text):
-            trained(train_data=changed)
+        refused(text, lambda changed=changed: trained(train_data=changed), case=text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +125,6 @@ def test_without_numba_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert "pip install 'manyhands[sparse]'" in done.stdout
-
-
-def test_a_finished_run_gives_its_tables_again(tmp_path: Path) -> None:
-    first = trained(run_dir=tmp_path / "run")
-    again = trained(run_dir=tmp_path / "run", resume=True)
-    assert all(np.array_equal(table, again.model.tables()[name]) for name, table in first.model.tables().items())
 
 
 def test_what_works_with_gradients_refuses_a_kernel() -> None:

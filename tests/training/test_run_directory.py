@@ -147,9 +147,7 @@ def test_killed_at_any_write_it_is_resumed_as_if_never_interrupted() -> None:
         resumed = train(run_dir=URL, resume=True)
         assert_same(resumed, whole, alive)
         assert resumed.info["warnings"] == [], alive
-        there = set((RemotePath(URL) / "checkpoints").sizes()) - {
-            "step-00000003"
-        }  # the killed one's goes with the next
+        there = (RemotePath(URL) / "checkpoints").sizes().keys() - {"step-00000003"}  # the killed one's goes next
         assert there == {"step-00000006", "step-00000009"}, alive
 
 
@@ -280,9 +278,8 @@ def test_whatever_is_damaged_the_run_goes_on_with_a_warning_or_one_error_says_wh
         refused = _error_of(lambda folder=folder: mh.replay(folder, task=plain.task()))
         assert str(folder) in refused or "synchronous" in refused, kind
         runs = list[mh.Run]()
-        refused = _error_of(
-            lambda folder=folder, runs=runs: runs.append(train(run_dir=folder, resume=True, epochs=epochs))
-        )
+        options = {"run_dir": folder, "resume": True, "epochs": epochs}
+        refused = _error_of(lambda options=options, runs=runs: runs.append(train(**options)))
         assert not refused or (str(folder) in refused and kind in ("pipe", "folder", "link")), (kind, refused)
         for run in runs:
             assert torch.equal(run.parameters, whole.parameters), kind

@@ -117,19 +117,9 @@ def train(task: mh.Task, strategy: str, members: int, heard: list[Event] | None 
     return together(2 * members, program)[::members]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "clip_norm"),
-    [
-        ("allreduce", 0.5),
-        ("local-sgd:period=2", None),
-        *(
-            (strategy, 0.5)
-            for strategy in ("diloco:period=3", "easgd:period=2,via=group", "downpour:bound=0", "gossip")
-        ),
-    ],
-)
-def test_replicas_in_halves_train_as_whole_ones(strategy: str, clip_norm: float | None) -> None:
-    task = TASK.with_fields(clip_norm=clip_norm)
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco:period=3", "easgd:period=2,via=group", "downpour:bound=0"])
+def test_replicas_in_halves_train_as_whole_ones(strategy: str) -> None:
+    task = TASK.with_fields(clip_norm=None if "diloco" in strategy else 0.5)
     halves = train(task.with_fields(executor=half), strategy, members=2)
     for (one, loss), (other, expected) in zip(halves, train(task, strategy, members=1), strict=True):
         assert (one - other).abs().max() < 1e-12
