@@ -35,15 +35,8 @@ from manyhands.strategies import CATALOGUE, strategy_of
 
 STEPS = 3
 LETTERS = {"window": "2", "push_every": "2", "pull_every": "2", "period": "2", "alpha": "0.1", "momentum": "0.5"}
-LETTERS |= {
-    "tau": "0.001",
-    "density": "0.1",
-    "bound": "1",
-    "backups": "1",
-    "warmup": "2",
-    "quorum": "2",
-    "compress": "threshold:0.001",
-}
+LETTERS |= {"tau": "0.001", "density": "0.1", "bound": "1", "backups": "1", "warmup": "2", "quorum": "2"}
+LETTERS |= {"compress": "threshold:0.001"}
 USERS = {"main", "train", "program"}  # functions of the reader's own program
 FILES = {"events.jsonl", "result.json", "my.py", "train.py"}
 LIBRARIES = ("torch", "pyspark", "keras", "torchrun", "pip")

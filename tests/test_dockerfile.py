@@ -9,16 +9,13 @@ import subprocess
 import tomllib
 import uuid
 from fnmatch import fnmatch
-from typing import Any
 
 import pytest
 
 from dockerfile import ROOT, instructions, last, pairs
 
-
-@pytest.fixture
-def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = TOOLS["project"]
 
 
 def copied() -> list[str]:
@@ -35,24 +32,24 @@ def test_what_it_copies_is_there_and_not_ignored() -> None:
     assert [name for name in copied() if not (ROOT / name).exists()] == []
 
 
-def test_the_wheel_is_made_of_what_it_copies(project: dict[str, Any]) -> None:
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = [project["readme"], *project["license-files"], "pyproject.toml", *build["only-include"]]
+def test_the_wheel_is_made_of_what_it_copies() -> None:
+    build = TOOLS["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = [PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", *build["only-include"]]
     assert [name for name in needed if not any(fnmatch(name, f"{one}*") for one in copied())] == []
 
 
-def test_extras_and_torch_are_those_of_the_project(project: dict[str, Any]) -> None:
-    assert set(pairs("ARG")["EXTRAS"].split(",")) <= set(project["optional-dependencies"])
-    torch = next(one for one in project["dependencies"] if one.startswith("torch"))
+def test_extras_and_torch_are_those_of_the_project() -> None:
+    assert set(pairs("ARG")["EXTRAS"].split(",")) <= set(PROJECT["optional-dependencies"])
+    torch = next(one for one in PROJECT["dependencies"] if one.startswith("torch"))
     assert f"'{torch}'" in next(rest for name, rest in instructions() if "TORCH_INDEX" in rest and name == "RUN")
     versions = re.findall(r"python:(\d+)\.(\d+)", " ".join(rest for name, rest in instructions() if name == "FROM"))
-    least = re.fullmatch(r">=(\d+)\.(\d+)", project["requires-python"])
+    least = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["requires-python"])
     assert least is not None
     assert [tuple(map(int, one)) >= tuple(map(int, least.groups())) for one in versions] == [True, True]
 
 
-def test_its_command_is_the_projects(project: dict[str, Any]) -> None:
-    assert last("ENTRYPOINT") == f'["{next(iter(project["scripts"]))}"]'
+def test_its_command_is_the_projects() -> None:
+    assert last("ENTRYPOINT") == f'["{next(iter(PROJECT["scripts"]))}"]'
     assert last("USER") not in ("root", "0")
 
 

@@ -38,7 +38,7 @@ def test_two_workers_need_half_the_steps_of_one(script: Any) -> None:
     assert two.seconds == pytest.approx((4 + 25) * 1e-6 * two.steps, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quick_grid_tunes_rates_and_measures_speedups(script: Any) -> None:
     found = script.measure(script.QUICK, script.QUICK_GRID)
     assert [(row["workers"], row["period"]) for row in found["results"]] == [(1, 1), (2, 1), (2, 4)]

@@ -258,11 +258,14 @@ def test_reduce_on_plateau_goes_on_where_it_was_when_a_run_is_resumed(tmp_path: 
 
 
 def test_the_summary_says_which_epoch_was_kept() -> None:
+    """And without validation data, which is no result, the training loss."""
     given = task(validation_data=ROWS, epochs=3, evaluate=judged([1.0, 0.5, 0.5, 0.7]))
     run = train(given.with_fields(batch_size=32), keep="best:validation_loss")
     assert run.info["kept"] == {"metric": "validation_loss", "epoch": 2, "step": 2}
     assert "the parameters after 2 epochs (step 2), the best by validation_loss" in run.summary()
-    assert "kept" not in train(given.with_fields(evaluate=None)).info
+    run = train()
+    assert "kept" not in run.info
+    assert f"training loss {run.history[-1]['loss']:.4g} in the last step" in run.summary()
 
 
 # -- several workers ---------------------------------------------------------------------------------------------------
@@ -310,12 +313,15 @@ def test_a_debugger_or_a_question_in_a_worker_names_the_way_out(monkeypatch: pyt
     assert mh.launch(lambda: breakpoint(), workers=2) == [None, None]
 
 
+def script(folder: Path, *lines: str) -> Path:
+    path = folder / "script.py"
+    path.write_text("\n".join(lines))
+    return path
+
+
 def test_who_calls_sys_exit_is_named(local: Local, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, manyhands as mh\nif mh.worker().rank == 1: sys.exit(3)\nmh.worker().group.barrier()\n"
-    )
-    assert run_script(script, workers=2, engine=local) == 3
+    exits = "import sys, manyhands as mh", "if mh.worker().rank == 1: sys.exit(3)", "mh.worker().group.barrier()"
+    assert run_script(script(tmp_path, *exits), workers=2, engine=local) == 3
     assert "manyhands: worker 1 called sys.exit(3)" in capfd.readouterr().err
 
 
@@ -364,11 +370,6 @@ def test_a_period_that_is_never_due_is_a_warning() -> None:
             == warned
         )
         assert len(run.info["warnings"]) == warned, period
-
-
-def test_without_validation_data_the_summary_has_the_training_loss() -> None:
-    run = train()
-    assert f"training loss {run.history[-1]['loss']:.4g} in the last step" in run.summary()
 
 
 def test_resuming_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -493,7 +494,7 @@ def test_one_command_for_another(folder: Path) -> None:
 
 
 def test_options_behind_a_script_are_its_own_and_told(folder: Path) -> None:
-    (folder / "script.py").write_text("")
+    script(folder)
     done = command("run", "script.py", "-n", "4")
     assert done.exit_code == 0
     assert "manyhands run -n 4 script.py" in done.stderr
@@ -551,18 +552,15 @@ def test_a_random_split_that_differs_by_worker_is_refused() -> None:
         refused("the training rows of worker 1 are not those of worker 0.*by a seed", program)
 
 
-def test_a_rate_that_differs_by_worker_is_named_at_the_end_of_the_pass() -> None:
+def test_a_rate_or_a_model_that_differs_by_worker_is_named_at_the_end_of_the_pass() -> None:
     def rates(model: nn.Module, optimizer: Any, epoch: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 if mh.worker().rank == 0 or not epoch else 0.05
 
-    refused("lr is 0.05.*0.1", lambda: looped(2, before=rates), mh.ManyhandsError)
-
-
-def test_a_model_that_one_worker_loads_is_named_at_the_end_of_the_pass() -> None:
     def loads(model: nn.Module, *_: Any) -> None:
         if mh.is_first():
             model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
 
+    refused("lr is 0.05.*0.1", lambda: looped(2, before=rates), mh.ManyhandsError)
     refused("parameters of worker 1.* are off|drifted apart", lambda: looped(before=loads), mh.ManyhandsError)
 
 
@@ -614,11 +612,10 @@ def test_items_that_may_be_rows_are_named() -> None:
 
 
 def test_an_error_of_prepare_names_the_scripts_line(local: Local, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import manyhands as mh\n\nmh.prepare(1, 2)\n")
+    wrong = script(tmp_path, "import manyhands as mh", "", "mh.prepare(1, 2)")
     for workers in (1, 2):
         with pytest.raises(mh.BadInput, match=r"^script.py, line 3: prepare takes \(model, optimizer, \*loaders\)"):
-            run_script(script, workers=workers, engine=local)
+            run_script(wrong, workers=workers, engine=local)
 
 
 def test_a_models_dtype_changes_after_prepare() -> None:
@@ -714,8 +711,7 @@ def test_mean_of_a_number_over_the_workers() -> None:
 def test_a_strategy_that_so_many_workers_cannot_run_is_refused_before_the_script_begins(
     local: Local, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('it ran')\n")
+    path = script(tmp_path, "raise SystemExit('it ran')")
     wrong = {"solo": "solo", "quorum:backups=2": "give at most 1", "allreduce:combine=sum": "mean or adasum"}
     for strategy, says in wrong.items():
-        one_line(says, partial(run_script, script, workers=2, strategy=strategy, engine=local))
+        one_line(says, partial(run_script, path, workers=2, strategy=strategy, engine=local))

@@ -53,17 +53,14 @@ def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
     assert LINK.findall(CHANGELOG) == (
         re.findall(r"^## \[(.+?)\]", CHANGELOG, re.MULTILINE) if "urls" in PROJECT else []
     )
-
-
-@pytest.mark.parametrize("part", LINK.sub("", CHANGELOG).split("\n## ")[1:], ids=lambda part: part.partition("\n")[0])
-def test_a_version_of_the_changelog_has_sections_of_entries(part: str) -> None:
-    _, *sections = part.split("\n### ")
-    names = [section.partition("\n")[0] for section in sections]
-    assert names == [name for name in SECTIONS if name in names]  # each once, in this order
-    for section in sections:
-        lines = section.partition("\n")[2].strip("\n").splitlines()
-        assert lines, f"no entry in {section!r}"
-        assert [line for line in lines if not line.startswith(("- ", "  "))] == []
+    for part in LINK.sub("", CHANGELOG).split("\n## ")[1:]:
+        version, *sections = part.split("\n### ")
+        names = [section.partition("\n")[0] for section in sections]
+        assert names == [name for name in SECTIONS if name in names], version  # each once, in this order
+        for section in sections:
+            lines = section.partition("\n")[2].strip("\n").splitlines()
+            assert lines, f"no entry in {section!r}"
+            assert [line for line in lines if not line.startswith(("- ", "  "))] == []
 
 
 def test_the_citation_has_what_version_1_2_0_of_its_format_requires() -> None:

@@ -20,17 +20,12 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_at_the_start_of_a_command_it_ends_it_with_75(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the exception was swallowed, the run stops at its start."""
     signals.end_by_sigterm()
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 75
     assert "SIGTERM" in capsys.readouterr().err
-
-
-def test_where_the_exception_was_swallowed_the_run_stops_at_its_start() -> None:
-    signals.end_by_sigterm()
-    with pytest.raises(SystemExit):
-        signal.raise_signal(signal.SIGTERM)
     reasons: list[str] = []
     with signals.sigterm_to(reasons.append):
         assert reasons == ["preempted"]

@@ -28,6 +28,10 @@ VALUES = [
     *("2.5", "[1,2]", "'a'", "\x00", "\ud800", "topk:0.01", "topk:nan", "powersgd:0", "qsgd:99", "threshold:-1"),
     *("1ms", "1Gbit", "end", "auto", "lognormal:1e400", "quantiles:nan/1", "5x", "15ns/1ns", "7000-7100"),
 ]
+FAULTS = ("kill", "pause", "restart", "drop", "duplicate", "delay", "reorder", "retry", "notice")
+PLANNED = ["kill=2@step:100,", "pause=1@2.5s+3,", "restart=shard0@4s+0.5,", "delay=0.1:0.5,", f"kill={NINES}@1s,"]
+COMPUTE = ("row", "step", "jitter", "lease", "3", "8-15", "0-999999999", "²", NINES, "topk")
+NETWORK = [field.name for field in fields(SimNetworkSpec)]
 CATALOGUES = {"strategy": strategies.CATALOGUE, "engine": engines.CATALOGUE}
 OPTIONS = {
     kind: {name: list(spec.options_of(spec.find(name, catalogue, kind))) for name in catalogue}
@@ -71,28 +75,10 @@ FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Damage], str]]] = {
     "strategy": (a_strategy, lambda damage: a_spec("strategy", damage)),
     "engine": (engine_of, lambda damage: a_spec("engine", damage)),
     "list": (spec.split_list, lambda damage: f"{a_spec('strategy', damage)},{a_spec('engine', damage)}"),
-    "faults": (
-        same(Faults),
-        lambda damage: written(
-            damage, *("kill", "pause", "restart", "drop", "duplicate", "delay", "reorder", "retry", "notice")
-        ),
-    ),
-    "planned faults": (
-        same(Faults),
-        lambda damage: damage.of_text(
-            ["kill=2@step:100,", "pause=1@2.5s+3,", "restart=shard0@4s+0.5,", "delay=0.1:0.5,", f"kill={NINES}@1s,"]
-        ).rstrip(","),
-    ),
-    "compute": (
-        same(Compute),
-        lambda damage: written(
-            damage, "row", "step", "jitter", "lease", "3", "8-15", "0-999999999", "²", NINES, "topk"
-        ),
-    ),
-    "network": (
-        same(SimNetworkSpec),
-        lambda damage: written(damage, *(field.name for field in fields(SimNetworkSpec))),
-    ),
+    "faults": (same(Faults), lambda damage: written(damage, *FAULTS)),
+    "planned faults": (same(Faults), lambda damage: damage.of_text(PLANNED).rstrip(",")),
+    "compute": (same(Compute), lambda damage: written(damage, *COMPUTE)),
+    "network": (same(SimNetworkSpec), lambda damage: written(damage, *NETWORK)),
     "target": (target_of, lambda damage: damage.of_text(["test_accuracy=", "test_loss<=", *VALUES])),
     "keep": (BestModelPolicy.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
     "ports": (ports_of, lambda damage: damage.of_text(["7000", "-", "7100", *VALUES])),

@@ -40,19 +40,24 @@ def test_the_page_has_the_numbers_the_commands_and_the_pictures_of_the_records_a
     assert sorted(rows) == sorted(CATALOGUE)
 
 
-def test_synchronous_steps_come_together_and_nobody_computes_meanwhile() -> None:
+def test_who_waits_and_who_does_not_is_what_the_page_says() -> None:
+    """Synchronous steps come together, and nobody computes meanwhile; periodic workers average after three steps."""
     steps = [[span["end"] for span in spans("synchronous", "step", rank)] for rank in RANKS]
     assert steps[0] == steps[1] == steps[2]
+    computing = spans("synchronous", "compute")
     for mean in spans("synchronous", "mean"):
         last = mean["start"] + mean["waited"]
-        computing = spans("synchronous", "compute")
         assert not [span for span in computing if span["start"] < mean["end"] and span["end"] > last]
-
-
-def test_periodic_workers_average_after_three_steps() -> None:
     for rank in RANKS:
         order = [span["what"] for span in RUNS["periodic"] if span["worker"] == rank]
         assert [what for what in order if what in ("step", "mean")] == ["step", "step", "step", "mean"] * 2
+        computing = spans("lock-free", "compute", rank)
+        assert [span["start"] for span in computing[1:]] == [span["end"] for span in computing[:-1]]
+        assert [span["end"] for span in computing] == [span["end"] for span in spans("lock-free", "step", rank)]
+    assert {span["what"] for span in RUNS["lock-free"]} == {"compute", "step"}
+    assert not any(span.get("waited") for span in RUNS["asynchronous"])  # and the slow one is the most stale
+    stale = [max(span["staleness"] for span in spans("asynchronous", "push", rank)) for rank in RANKS]
+    assert max(stale) == stale[2] > len(RANKS) - 1
 
 
 def computed_at(way: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -84,17 +89,3 @@ def test_stale_synchronous_workers_wait_for_the_slowest_and_are_never_further_ah
     for pull, push in computed_at(way):
         for rank in {*RANKS} - {push["worker"]}:
             assert sum(pull["at"] < other["at"] < push["at"] for other in spans(way, "push", rank)) <= 2 * bound + 1
-
-
-def test_asynchronous_workers_never_wait_and_the_slow_one_is_the_most_stale() -> None:
-    assert not any(span.get("waited") for span in RUNS["asynchronous"])
-    stale = [max(span["staleness"] for span in spans("asynchronous", "push", rank)) for rank in RANKS]
-    assert max(stale) == stale[2] > len(RANKS) - 1
-
-
-def test_lock_free_workers_only_compute_and_step() -> None:
-    assert {span["what"] for span in RUNS["lock-free"]} == {"compute", "step"}
-    for rank in RANKS:
-        computing = spans("lock-free", "compute", rank)
-        assert [span["start"] for span in computing[1:]] == [span["end"] for span in computing[:-1]]
-        assert [span["end"] for span in computing] == [span["end"] for span in spans("lock-free", "step", rank)]

@@ -26,13 +26,13 @@ def in_replicas(worker: Worker, servers: list[InProcessServers]) -> Worker:
     return replace(worker, mesh=mesh, server=servers[member].clients[replica])
 
 
-@pytest.fixture
-def servers(request: pytest.FixtureRequest) -> list[InProcessServers]:
-    return [InProcessServers(ServerSpec(rule="add", bound=request.param), 2, timeout_s=20) for _ in range(2)]
+def two_servers(bound: int) -> list[InProcessServers]:
+    return [InProcessServers(ServerSpec(rule="add", bound=bound), 2, timeout_s=20) for _ in range(2)]
 
 
-@pytest.mark.parametrize("servers", [0], indirect=True)
-def test_at_bound_0_every_member_gets_all_bits_of_all_replicas(servers: list[InProcessServers]) -> None:
+def test_at_bound_0_every_member_gets_all_bits_of_all_replicas() -> None:
+    servers = two_servers(0)
+
     def program(worker: Worker) -> list[int]:
         worker = in_replicas(worker, servers)
         assert worker.server is not None
@@ -43,10 +43,9 @@ def test_at_bound_0_every_member_gets_all_bits_of_all_replicas(servers: list[InP
     assert together(4, program) == [[0b1111, 0]] * 4
 
 
-@pytest.mark.parametrize("servers", [1], indirect=True)
-def test_a_replica_passes_the_gate_as_one(servers: list[InProcessServers]) -> None:
+def test_a_replica_passes_the_gate_as_one() -> None:
     """Replica 1 finishes nothing: replica 0 may finish two ticks, and both of its members wait in the second."""
-    passed, seen = [0, 0], list[list[int]]()
+    servers, passed, seen = two_servers(1), [0, 0], list[list[int]]()
 
     def program(worker: Worker) -> None:
         worker = in_replicas(worker, servers)
@@ -69,10 +68,7 @@ def test_a_replica_passes_the_gate_as_one(servers: list[InProcessServers]) -> No
     assert passed == [2, 2]
 
 
-def test_the_mesh_and_the_group_are_of_one_world() -> None:
+def test_the_mesh_and_the_group_are_of_one_world_and_a_group_of_oneself_needs_nobody() -> None:
     with pytest.raises(ValueError, match="another group than the worker's"):
         replace(Worker(), group=SoloGroup())
-
-
-def test_a_group_of_oneself_needs_nobody() -> None:
     assert isinstance(Worker(rank=1, size=3).make_group([1]), SoloGroup)

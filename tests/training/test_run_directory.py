@@ -42,12 +42,10 @@ class Mortal(MemoryFileSystem):
     done = 0
 
     @classmethod
-    def reset(cls) -> None:
+    def begin(cls, files: dict[str, Any], writes: int = 10**9) -> None:
         cls.store.clear()
+        cls.store.update(files)
         cls.pseudo_dirs[:] = [""]
-
-    @classmethod
-    def live(cls, writes: int) -> None:
         cls.left, cls.done = writes, 0
 
     @classmethod
@@ -94,10 +92,9 @@ fsspec.register_implementation("mortal", Mortal, clobber=True)
 
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
-    Mortal.reset()
-    Mortal.live(10**9)
+    Mortal.begin({})
     yield
-    Mortal.reset()
+    Mortal.begin({})
 
 
 def train(**options: Any) -> mh.Run:
@@ -133,18 +130,22 @@ def test_a_url_holds_everything_and_resumes_as_the_same_run(request: pytest.Fixt
             mh.train(plain.task(), run_dir=url, workers=2)
 
 
+def killed_and_resumed(files: dict[str, Any], alive: int, **options: Any) -> mh.Run:
+    """Where these files are, a launch is killed after so many writes; what the next one returns."""
+    Mortal.begin(files, alive)
+    with pytest.raises(Killed):
+        train(run_dir=URL, resume=True, **options)
+    Mortal.left = 10**9
+    return train(run_dir=URL, resume=True, **options)
+
+
 @pytest.mark.slow
 def test_killed_at_any_write_it_is_resumed_as_if_never_interrupted() -> None:
-    whole = train(run_dir=URL)
+    whole = train(run_dir=URL, resume=True)
     writes = Mortal.done
     assert writes > 30
     for alive in range(writes):
-        Mortal.reset()
-        Mortal.live(alive)
-        with pytest.raises(Killed):
-            train(run_dir=URL)
-        Mortal.live(10**9)
-        resumed = train(run_dir=URL, resume=True)
+        resumed = killed_and_resumed({}, alive)
         assert_same(resumed, whole, alive)
         assert resumed.info["warnings"] == [], alive
         there = (RemotePath(URL) / "checkpoints").sizes().keys() - {"step-00000003"}  # the killed one's goes next
@@ -156,16 +157,10 @@ def test_killed_while_it_goes_on_the_finished_run_or_a_longer_one_is_there() -> 
     whole = train(epochs=2)
     train(run_dir=URL, epochs=1)
     before = dict(Mortal.store)
-    Mortal.live(10**9)
+    Mortal.begin(before)
     train(run_dir=URL, resume=True, epochs=2)
     for alive in range(Mortal.done):
-        Mortal.store.clear()
-        Mortal.store.update(before)
-        Mortal.live(alive)
-        with pytest.raises(Killed):
-            train(run_dir=URL, resume=True, epochs=2)
-        Mortal.live(10**9)
-        assert_same(train(run_dir=URL, resume=True, epochs=2), whole, alive)
+        assert_same(killed_and_resumed(before, alive, epochs=2), whole, alive)
 
 
 # -- on a disk: two drivers, and damage ------------------------------------------------------------------------------

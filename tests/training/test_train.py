@@ -193,18 +193,6 @@ def test_max_seconds_stops_and_resume_goes_on(tmp_path: Path) -> None:
     assert train(task(epochs=10**6), max_seconds=0.2, run_dir=tmp_path / "run", resume=True).steps > run.steps
 
 
-def test_order_of_the_users_own() -> None:
-    seen: list[int] = []
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.extend(batch[2].tolist())
-        return plain.cross_entropy(model, batch[:2])
-
-    data, order = (*plain.rows(10), torch.arange(10)), lambda epoch: np.arange(10)[::-1].copy()
-    train(task(train_data=data, loss=loss, order=order, batch_size=4, epochs=1))
-    assert seen == list(range(9, -1, -1))
-
-
 def test_a_rate_that_is_a_tensor_is_recorded() -> None:
     run = train(task(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1))))
     assert run.history[0]["rate"] == pytest.approx(0.1)
@@ -306,21 +294,6 @@ def test_replicas_are_compared_where_the_strategy_keeps_them_equal() -> None:
     with pytest.raises(mh.Unsupported, match="gossip does not keep replicas equal"):
         train(task(), strategy="gossip", check_replicas_every=5)
     assert train(task(), check_replicas_every=2).steps  # one worker has nobody to compare with
-
-
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
-    whole = train(task(epochs=3))
-    train(task(epochs=2), run_dir=tmp_path / "run")
-    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
-    file = newest / "rank-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    resumed = train(task(epochs=3), run_dir=tmp_path / "run", resume=True)
-    assert torch.equal(resumed.parameters, whole.parameters)
-    warnings = " ".join(resumed.info["warnings"])
-    assert newest.name in warnings
-    assert "rank-00000.safetensors was changed or cut off" in warnings
 
 
 def test_resuming_something_else_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
     """CASE 2: through train() with a cosine schedule and 39 rows in batches of 12; validation and test metrics too."""
     data = {"validation_data": plain.rows(17, seed=2), "test_data": plain.rows(5, seed=3)}
     given = task(optimizer=plain.OPTIMIZERS[optimizer], clip_norm=0.5, **data)
-    one, four = train(given, local, 1), train(given, local if optimizer == "adamw" else "sim")
+    one, four = train(given, "local", 1), train(given, local if optimizer == "adamw" else "sim")
     assert apart(one, four) < 1e-10
     assert four.metrics == pytest.approx(one.metrics, abs=1e-10)
     assert [row["loss"] for row in four.history] == pytest.approx([row["loss"] for row in one.history], abs=1e-10)
@@ -123,12 +123,10 @@ class Sharded(torch.utils.data.IterableDataset):
         return (row for length in self.lengths for _ in range(length))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "engine"), [("allreduce", "sim"), ("local-sgd:period=3", "local"), ("local-sgd:period=end", "sim")]
-)
+@pytest.mark.parametrize(("strategy", "engine"), [("local-sgd:period=3", "local"), ("local-sgd:period=end", "sim")])
 def test_interrupted_and_resumed_is_uninterrupted(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
     """CASE 19: on two workers, with dropout and batch-norm."""
-    given = task(model=Dropping, train_data=plain.rows(36), epochs=5, validation_data=plain.rows(5))
+    given = task(model=Dropping, train_data=plain.rows(36), epochs=4, validation_data=plain.rows(5))
     used = local if engine == "local" else engine
     options: dict[str, Any] = {"strategy": strategy, "workers": 2, "keep": "best:validation_loss"}
     whole = train(given, used, **options)

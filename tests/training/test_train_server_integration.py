@@ -25,7 +25,7 @@ JITTER = "sim:compute='row=1e-3,jitter=exponential'"
     ("strategy", "engine"),
     [
         *(("downpour", "local"), ("hogwild", "local"), ("agn", JITTER), ("dynsgd", JITTER), ("distance", JITTER)),
-        *(("easgd", JITTER), ("eamsgd", JITTER), ("diloco:period=3,via=server", JITTER), ("update-sharing", JITTER)),
+        *(("eamsgd", JITTER), ("diloco:period=3,via=server", JITTER), ("update-sharing", JITTER)),
     ],
 )
 def test_every_row_once_and_it_learns(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
