@@ -68,7 +68,7 @@ def _grandchildren(pid: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_reader_that_takes_one_line_of_json_does_not_end_the_run(tmp_path: Path) -> None:
-    options = "--workers 1 --epochs 1 --log json --run-dir run"
+    options = "--workers 1 --threads-per-worker 1 --epochs 1 --log json --run-dir run"
     with command(tmp_path, "train", "digits", *options.split()) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -48,13 +48,19 @@ def command(words: list[str]) -> Result:
     return CliRunner().invoke(app, words[1:], prog_name="manyhands")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with("python"), ids=title)
-def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the page's reader works: with the files that pages name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     write_scripts(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("python"), ids=title)
+def test_python_snippets_run(page: Path, folder: Path) -> None:
+    """Functions of a snippet belong to `__main__`, as those of a script or a notebook do."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for part in of("python"):
         if part.page == page:
@@ -78,14 +84,12 @@ def first_shown(page: Path, *how: str) -> list[list[str]]:
         if how == NIGHTLY or first_shown(page, how)
     ],
 )
-def test_commands_run(page: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of README's own script have a test of their own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
-    write_scripts(tmp_path)
+def test_commands_run(page: Path, how: str, folder: Path) -> None:
+    """Those of README's own script have a test of their own. Two simulated workers are enough for a strategy's page."""
+    simulated = page.parent.name == "strategies" and "hogwild" not in page.name
     for i, words in enumerate(commands(page, how) if how == NIGHTLY else first_shown(page, how)):
         if not {"train.py", "prepared.py"} & set(words):
-            follow(words, tmp_path / str(i))
+            follow([*words, *(["--engine", "sim"] if simulated and "--workers" in words else [])], folder / str(i))
 
 
 def follow(words: list[str], folder: Path) -> None:
@@ -101,9 +105,7 @@ def follow(words: list[str], folder: Path) -> None:
 def limits(words: list[str], folder: Path) -> list[str]:
     """What makes a command short: few steps, once, and a directory of its own where a run says none."""
     if words[1] == "compare":
-        return ["--max-steps", "6", "--repeats", "1", "--validations", "1"]
-    if words[1] == "check":
-        return ["--steps", "2"]
+        return ["--engine", "sim", "--max-steps", "6", "--repeats", "1", "--validations", "1"]
     if words[1] == "calibrate":
         return ["--quick", "--strategies", "none"]
     if words[1] != "train" or "--help" in words:
@@ -124,17 +126,13 @@ def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_commands_of_the_script_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_the_script_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The first rank prints, the others are quiet."""
-    monkeypatch.chdir(tmp_path)
-    write_scripts(tmp_path)
     scripts = ("train.py", "prepared.py")
     ran = [words for words in commands(ROOT / "README.md") if words[-1] in scripts and words[0] != "python"]
     assert [words[0] for words in ran] == ["manyhands"] * 4 + ["torchrun"]
     for words in ran:
-        output = run(words, tmp_path) if words[0] == "torchrun" else ran_here(words, capfd)
+        output = run(words, folder) if words[0] == "torchrun" else ran_here(words, capfd)
         assert output.count("epoch") == 3
 
 
