@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import manyhands as mh
 from manyhands import spec
 from manyhands.cli.commands import app
 from manyhands.comm.codecs import CODECS
@@ -84,9 +85,14 @@ def first_shown(page: Path, *how: str) -> list[list[str]]:
         if how == NIGHTLY or first_shown(page, how)
     ],
 )
-def test_commands_run(page: Path, how: str, folder: Path) -> None:
-    """Those of README's own script have a test of their own. Two simulated workers are enough for a strategy's page."""
+def test_commands_run(page: Path, how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of README's own script have a test of their own.
+
+    Simulated workers are enough for a strategy's page, and for checks but README's.
+    """
     simulated = page.parent.name == "strategies" and "hogwild" not in page.name
+    if page.name != "README.md":
+        monkeypatch.setitem(mh.check.__kwdefaults__, "engine", "sim")
     for i, words in enumerate(commands(page, how) if how == NIGHTLY else first_shown(page, how)):
         if not {"train.py", "prepared.py"} & set(words):
             follow([*words, *(["--engine", "sim"] if simulated and "--workers" in words else [])], folder / str(i))

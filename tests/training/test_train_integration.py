@@ -42,11 +42,11 @@ class Dropping(nn.Sequential):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
+def test_four_workers_equal_one(optimizer: str) -> None:
     """CASE 2: through train() with a cosine schedule and 39 rows in batches of 12; validation and test metrics too."""
     data = {"validation_data": plain.rows(17, seed=2), "test_data": plain.rows(5, seed=3)}
     given = task(optimizer=plain.OPTIMIZERS[optimizer], clip_norm=0.5, **data)
-    one, four = train(given, "local", 1), train(given, local if optimizer == "adamw" else "sim")
+    one, four = train(given, "local", 1), train(given, "sim")
     assert apart(one, four) < 1e-10
     assert four.metrics == pytest.approx(one.metrics, abs=1e-10)
     assert [row["loss"] for row in four.history] == pytest.approx([row["loss"] for row in one.history], abs=1e-10)
@@ -55,8 +55,9 @@ def test_four_workers_equal_one(optimizer: str, local: Local) -> None:
 
 
 def test_the_same_seed_gives_the_same_bits(local: Local) -> None:
+    """Whichever engine trains."""
     given = task(model=Dropping, train_data=plain.rows(36), validation_data=plain.rows(17, seed=2))
-    a, b = (train(given, local, 2, strategy="allreduce:overlap=true") for _ in range(2))
+    a, b = (train(given, engine, 2, strategy="allreduce:overlap=true") for engine in (local, "sim"))
     assert torch.equal(a.parameters, b.parameters)
     assert a.metrics == b.metrics
     assert a.rows["total"] == 108
@@ -123,18 +124,17 @@ class Sharded(torch.utils.data.IterableDataset):
         return (row for length in self.lengths for _ in range(length))
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("local-sgd:period=3", "local"), ("local-sgd:period=end", "sim")])
-def test_interrupted_and_resumed_is_uninterrupted(strategy: str, engine: str, local: Local, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "local-sgd:period=end"])
+def test_interrupted_and_resumed_is_uninterrupted(strategy: str, tmp_path: Path) -> None:
     """CASE 19: on two workers, with dropout and batch-norm."""
     given = task(model=Dropping, train_data=plain.rows(36), epochs=4, validation_data=plain.rows(5))
-    used = local if engine == "local" else engine
     options: dict[str, Any] = {"strategy": strategy, "workers": 2, "keep": "best:validation_loss"}
-    whole = train(given, used, **options)
-    part = train(given, used, run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
+    whole = train(given, "sim", **options)
+    part = train(given, "sim", run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
     assert part.info["stopped"] == "callback"
     assert part.steps < whole.steps
     (tmp_path / "run" / "result.json").unlink()
-    resumed = train(given, used, run_dir=tmp_path / "run", resume=True, **options)
+    resumed = train(given, "sim", run_dir=tmp_path / "run", resume=True, **options)
     assert torch.equal(resumed.parameters, whole.parameters)
     assert resumed.metrics == whole.metrics
     assert resumed.rows == whole.rows

@@ -199,8 +199,8 @@ def shared_memory() -> int:
 
 
 def shared_memory_growth(train: Callable[[], None]) -> int:
-    """KB by which the third and fourth training grew it: a thread that ends may hold its last reference for a moment."""
-    for number in range(4):
+    """KB by which the third training grew it: a thread that ends may hold its last reference for a moment."""
+    for number in range(3):
         train()
         if number == 1:
             before = shared_memory()
