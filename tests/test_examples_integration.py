@@ -23,7 +23,7 @@ from sessions import need_spark
 from manyhands.engines.local.engine import Local
 from manyhands.own_loop.launch import run_script
 from manyhands.strategies import strategy_of
-from manyhands.testing.strategy_suite import StrategyWorker, checks_for, run_workers
+from manyhands.testing.strategy_suite import checks_for
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
@@ -162,19 +162,6 @@ def test_slow_momentum_by_hand() -> None:
 
     for path in hands(slowmo("period=2,rate=0.5,momentum=0.5"), [slope(1.0), slope(3.0)], program, rate=1.0):
         assert path == [0, -2, -2, -5, -5, -8.5]  # u: 4, 6, 7
-
-
-def test_slow_momentum_of_zero_is_local_sgd() -> None:
-    def program(trainer: StrategyWorker) -> list[torch.Tensor]:
-        trainer.train(7)
-        trainer.finish()
-        return [trainer.consensus(), *trainer.tensors().values()]
-
-    ours = run_workers(slowmo("period=3,momentum=0"), 3, program)
-    theirs = run_workers(strategy_of("local-sgd:period=3,optimizer_state=kept"), 3, program)
-    for mine, wanted in zip(ours, theirs, strict=True):
-        for a, b in zip(mine, wanted, strict=True):
-            assert (a - b).abs().max() < 1e-12
 
 
 @pytest.mark.slow

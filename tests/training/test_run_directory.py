@@ -311,29 +311,20 @@ def test_what_others_left_does_not_stop_checkpoints(tmp_path: Path) -> None:
 # -- the model's file --------------------------------------------------------------------------------------------------
 
 
-class Everything(nn.Module):
+class Everything(plain.Branches):
     """Frozen and tied parameters, buffers that are saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
-        self.tied = nn.Linear(5, 5, bias=False)
-        self.tied.weight = self.first.weight
-        self.last.bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(5)
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.tied(self.norm(self.first(x))))
+        return super().forward(self.norm(x))
 
 
-def everything(**fields: Any) -> mh.Task:
-    given = {
-        "model": Everything,
-        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        "train_data": plain.rows(32, torch.float32),
-        "batch_size": 8,
-    }
-    return mh.Task.supervised(**(given | fields))
+def everything(model: Callable[[], nn.Module] = Everything) -> mh.Task:
+    return plain.task(model=model, train_data=plain.rows(32, torch.float32), batch_size=8, epochs=1)
 
 
 def loaded(path: Path) -> nn.Module:
