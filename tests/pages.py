@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,8 +100,13 @@ def title(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def snippets(page: Path) -> Iterator[Snippet]:
+@cache
+def snippets(page: Path) -> tuple[Snippet, ...]:
     """All fenced blocks of a page, in order."""
+    return tuple(_blocks(page))
+
+
+def _blocks(page: Path) -> Iterator[Snippet]:
     fence: tuple[str, int, str, str] | None = None
     lines = page.read_text().splitlines()
     for i, line in enumerate(lines):

@@ -14,6 +14,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ SCRIPT_S = 60.0
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-def pages_with(language: str, *how: str) -> list[Path]:
-    return list(dict.fromkeys(part.page for part in of(language, *how)))
+def pages_with(language: str) -> list[Path]:
+    return list(dict.fromkeys(part.page for part in of(language)))
 
 
 def run(words: list[str], folder: Path) -> str:
@@ -69,23 +70,25 @@ def test_python_snippets_run(page: Path, folder: Path) -> None:
             exec(compile(padded, str(page), "exec", dont_inherit=True), namespace)
 
 
-def first_shown(page: Path, *how: str) -> list[list[str]]:
-    """A page's commands that no page before it shows; what a later line of the page needs is of a page's own directory."""
-    before = [words for other in PAGES[: PAGES.index(page)] for words in commands(other, HERE, SLOW)]
-    return [words for words in commands(page, *how) if words not in before]
+def run_once() -> Iterator[tuple[Path, str, Any, list[list[str]]]]:
+    """(page, mark in it, mark here, commands): of the commands that several pages show, the first page's alone."""
+    seen: list[list[str]] = []
+    for page in PAGES:
+        for how, mark in ((HERE, pytest.mark.slow), (SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly)):
+            if new := [words for words in commands(page, how) if words not in seen]:
+                yield page, how, mark, new
+            seen += new
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("page", "how"),
+    ("page", "lines"),
     [
-        pytest.param(page, how, marks=mark, id=title(page) + how.removeprefix("run in make test"))
-        for how, mark in ((HERE, pytest.mark.slow), (SLOW, pytest.mark.slow), (NIGHTLY, pytest.mark.nightly))
-        for page in pages_with("bash", how)
-        if how == NIGHTLY or first_shown(page, how)
+        pytest.param(page, lines, marks=mark, id=title(page) + how.removeprefix("run in make test"))
+        for page, how, mark, lines in run_once()
     ],
 )
-def test_commands_run(page: Path, how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(page: Path, lines: list[list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of README's own script have a test of their own.
 
     Simulated workers are enough for a strategy's page, and for checks but README's.
@@ -93,7 +96,7 @@ def test_commands_run(page: Path, how: str, folder: Path, monkeypatch: pytest.Mo
     simulated = page.parent.name == "strategies" and "hogwild" not in page.name
     if page.name != "README.md":
         monkeypatch.setitem(mh.check.__kwdefaults__, "engine", "sim")
-    for i, words in enumerate(commands(page, how) if how == NIGHTLY else first_shown(page, how)):
+    for i, words in enumerate(lines):
         if not {"train.py", "prepared.py"} & set(words):
             follow([*words, *(["--engine", "sim"] if simulated and "--workers" in words else [])], folder / str(i))
 
