@@ -200,13 +200,11 @@ def test_a_dead_worker_ends_the_run(local: Local) -> None:
         train(task(loss=loss), local, 2)
 
 
-@pytest.mark.slow
-def test_loader_workers_and_a_dataloaders_own_batch_size(local: Local) -> None:
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*plain.rows(39)), batch_size=12, shuffle=True, num_workers=1
-    )
+def test_loader_workers_and_a_dataloaders_own_batch_size() -> None:
+    rows = torch.utils.data.TensorDataset(*plain.rows(39))
+    loader = torch.utils.data.DataLoader(rows, batch_size=12, shuffle=True, num_workers=1)
     given = task(train_data=loader, batch_size=None)
-    one, two = train(given, local, 1), train(given, local, 2)
+    one, two = train(given, "local", 1), train(given, "sim", 2)
     assert apart(one, two) < 1e-10
     assert one.info["batch_size"] == 12
 
