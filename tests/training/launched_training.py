@@ -99,8 +99,9 @@ def facts(run: mh.Run) -> dict[str, Any]:
 def trained(strategy: str) -> list[dict[str, Any]]:
     """Twice: the second must not see the first. A module that is given holds the result."""
     heard, model = Heard(), plain.mlp()
-    runs = [mh.train(task(**given), strategy=strategy, callbacks=[heard]) for given in ({}, {"model": model})]
-    return [{**facts(run), "heard": heard.events, "given": runs[1].models[0] is model} for run in runs]
+    runs = [mh.train(task(), strategy=strategy, callbacks=[heard]) for _ in range(2)]
+    given = mh.train(task(model=model), strategy=strategy)
+    return [{**facts(run), "heard": heard.events, "given": given.models[0] is model} for run in runs]
 
 
 def in_a_directory(directory: AnyPath) -> dict[str, Any]:
