@@ -210,7 +210,8 @@ def test_several_gpus(starter: str, printed: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-def test_keras_digits(printed_here: Callable[..., str]) -> None:
+def test_keras_digits(printed_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
     pytest.importorskip("keras")
     accuracy = numbers(r"accuracy: (\d\.\d+)", printed_here("keras_digits.py", "--epochs", "3", "--workers", "1"))
     assert accuracy[-1] > 0.8
