@@ -136,11 +136,11 @@ def test_the_diff_changes_nothing_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_commands_of_the_script_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The first rank prints, the others are quiet."""
+    """The first rank prints, the others are quiet; two are enough to see it."""
     scripts = ("train.py", "prepared.py")
     ran = [words for words in commands(ROOT / "README.md") if words[-1] in scripts and words[0] != "python"]
     assert [words[0] for words in ran] == ["manyhands"] * 4 + ["torchrun"]
-    for words in ran:
+    for words in ([{"4": "2"}.get(word, word) for word in line] for line in ran):
         output = run(words, folder) if words[0] == "torchrun" else ran_here(words, capfd)
         assert output.count("epoch") == 3
 
