@@ -270,8 +270,9 @@ def test_the_summary_says_which_epoch_was_kept() -> None:
 # -- several workers ---------------------------------------------------------------------------------------------------
 
 
-def test_unequal_steps_say_which_program_ended_and_where_the_other_is() -> None:
-    def unequal(shorter: int) -> None:
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_unequal_steps_say_which_program_ended_and_where_the_other_is(shorter: int) -> None:
+    def unequal() -> None:
         model = net()
         model, optimizer = mh.prepare(model, sgd(model))
         for number in range(2 if mh.worker().rank == shorter else 5):
@@ -279,13 +280,12 @@ def test_unequal_steps_say_which_program_ended_and_where_the_other_is() -> None:
             loss(model, (ROWS[0][number:], ROWS[1][number:])).backward()
             optimizer.step()
 
-    for shorter in (0, 1):
-        with pytest.raises(mh.WorkerFailed, match=f"worker {shorter}'s program ended after 2 steps") as caught:
-            mh.launch(unequal, shorter, workers=2)
-        assert f"worker {1 - shorter} waits for it in its step 3" in str(caught.value)
-        places = [line for line in caught.value.detail.splitlines() if line.startswith("  File ")]
-        assert places
-        assert all(__file__ in place for place in places)
+    with pytest.raises(mh.WorkerFailed, match=f"worker {shorter}'s program ended after 2 steps") as caught:
+        mh.launch(unequal, workers=2)
+    assert f"worker {1 - shorter} waits for it in its step 3" in str(caught.value)
+    places = [line for line in caught.value.detail.splitlines() if line.startswith("  File ")]
+    assert places
+    assert all(__file__ in place for place in places)
 
 
 def test_a_debugger_or_a_question_in_a_worker_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
