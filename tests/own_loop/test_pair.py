@@ -6,7 +6,6 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -66,33 +65,24 @@ def test_a_pair_may_be_collected_while_another_one_begins() -> None:
 # -- one worker ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "schedule", "first"),
-    [
-        ("momentum", lambda optimizer: StepLR(optimizer, 5, 0.5), True),
-        ("adamw", lambda optimizer: OneCycleLR(optimizer, 0.1, 12, cycle_momentum=False), False),
-        ("adamw", COSINE, True),
-    ],
-    ids=["step", "one-cycle", "cosine"],
-)
-def test_one_worker_is_the_plain_script_bit_for_bit(optimizer: str, schedule: Any, first: bool) -> None:
-    """CASE 1: with a schedule that is built before or after prepare."""
-    expected, rule = trained(None, optimizer, branches, schedule=schedule, clip=0.5)
-    model = seeded(branches)
-    own_rule = plain.OPTIMIZERS[optimizer](model)
-    early = schedule(own_rule) if first else None
-    model, own_rule, loader = prepare_on(Session(Worker()), model, own_rule, loader_of())
-    loop(model, own_rule, loader, schedule=early or schedule(own_rule), clip=0.5)
-    assert torch.equal(plain.flat(model), plain.flat(expected))
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(own_rule), tensors_of(rule), strict=True))
+ALONE: list[tuple[str, str, Any, bool]] = [  # strategy, optimizer, schedule, which is built before `prepare`
+    ("allreduce", "momentum", lambda optimizer: StepLR(optimizer, 5, 0.5), True),
+    ("local-sgd:period=3", "adamw", lambda optimizer: OneCycleLR(optimizer, 0.1, 12, cycle_momentum=False), False),
+]
 
 
-@pytest.mark.parametrize("strategy", ["solo", "allreduce:compress=topk:0.1", "local-sgd:period=3"])
-def test_every_strategy_alone_is_the_plain_script(strategy: str) -> None:
-    options: dict[str, Any] = {"loader": loader_of(), "accumulate": 2, "epochs": 2}
-    expected, _ = trained(None, "adamw", **options)
-    got, _ = trained(Worker(), "adamw", strategy=strategy, **options)
-    assert torch.equal(plain.flat(got), plain.flat(expected))
+def test_one_worker_is_the_plain_script_bit_for_bit() -> None:
+    """CASE 1"""
+    for strategy, optimizer, schedule, early in ALONE:
+        how: dict[str, Any] = {"clip": 0.5, "accumulate": 1 + early, "epochs": 2}
+        expected, rule = trained(None, optimizer, branches, schedule=schedule, **how)
+        model = seeded(branches)
+        own_rule = plain.OPTIMIZERS[optimizer](model)
+        first = schedule(own_rule) if early else None
+        model, own_rule, loader = prepare_on(Session(Worker()), model, own_rule, loader_of(), strategy=strategy)
+        loop(model, own_rule, loader, schedule=first or schedule(own_rule), **how)
+        assert torch.equal(plain.flat(model), plain.flat(expected)), strategy
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(own_rule), tensors_of(rule), strict=True)), strategy
 
 
 @pytest.mark.filterwarnings(ALIKE)
@@ -131,16 +121,13 @@ def test_what_only_one_worker_used_moves_on_all() -> None:
 # -- several workers equal one ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "accumulate", "set_to_none"),
-    [("sgd", 1, True), ("momentum", 2, False), ("adamw", 1, False), ("adamw", 2, True)],
-)
-def test_four_workers_equal_one(optimizer: str, accumulate: int, set_to_none: bool) -> None:
+def test_four_workers_equal_one() -> None:
     """CASE 2: 39 rows in batches of 12 (the last of 3 rows), a cosine schedule and clipping in between."""
-    options: dict[str, Any] = {"schedule": COSINE, "clip": 0.05, "accumulate": accumulate, "set_to_none": set_to_none}
-    expected, _ = trained(None, optimizer, **options)
-    found = together(4, lambda worker: plain.flat(trained(worker, optimizer, **options)[0]))
-    assert_all_are(found, plain.flat(expected))
+    for optimizer, accumulate, set_to_none in (("sgd", 1, True), ("momentum", 2, False), ("adamw", 2, True)):
+        how: dict[str, Any] = {"schedule": COSINE, "clip": 0.05, "accumulate": accumulate, "set_to_none": set_to_none}
+        expected, _ = trained(None, optimizer, **how)
+        found = together(4, lambda worker: plain.flat(trained(worker, optimizer, **how)[0]))  # noqa: B023
+        assert_all_are(found, plain.flat(expected))
 
 
 def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
@@ -172,14 +159,14 @@ def penalized(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("train", [accumulated, set_by_hand, penalized])
-def test_gradients_made_in_other_ways_equal_one_worker(train: Any) -> None:
-    def program(worker: Worker | None) -> Tensor:
+def test_gradients_made_in_other_ways_equal_one_worker() -> None:
+    def program(worker: Worker | None, train: Any) -> Tensor:
         _, model, optimizer, loader = begun(worker, optimizer="adamw")
         train(model, optimizer, loader)
         return plain.flat(model)
 
-    assert_all_are(together(4, program), program(None))
+    for train in (accumulated, set_by_hand, penalized):
+        assert_all_are(together(3, partial(program, train=train)), program(None, train))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -222,8 +209,7 @@ def test_stated_weights_equal_one_worker() -> None:
         together(2, lambda worker: weighted(worker, late=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
+def test_each_backward_has_a_weight_and_a_scale_of_its_own() -> None:
     """Of two backwards before a step one is of a sum over rows, one of a mean; `.grad` is one process's after each."""
 
     def program(worker: Worker | None) -> Tensor:
@@ -241,7 +227,8 @@ def test_each_backward_has_a_weight_and_a_scale_of_its_own(size: int) -> None:
             optimizer.step()
         return torch.stack(found)
 
-    assert_all_are(together(size, program), program(None))
+    for size in (1, 5):
+        assert_all_are(together(size, program), program(None))
 
 
 def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
@@ -260,8 +247,7 @@ def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
     assert_all_are(together(2, program), plain.flat(model), 1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_step_of_weight_zero_changes_nothing(size: int) -> None:
+def test_a_step_of_weight_zero_changes_nothing() -> None:
     """CASE 27: NaN of zero tokens included; the gradient accumulated before it stays."""
 
     def program(worker: Worker) -> list[bool]:
@@ -282,29 +268,8 @@ def test_a_step_of_weight_zero_changes_nothing(size: int) -> None:
         optimizer.step()
         return [alone, unchanged, kept, not torch.equal(plain.flat(model), before)]
 
-    assert together(size, program) == [[True] * 4] * size
-
-
-# -- other strategies ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["local-sgd:period=end", "local-sgd:period=3,warmup=2"])
-def test_local_sgd_ends_a_pass_with_all_workers_equal(strategy: str) -> None:
-    """CASE 4's frame: the last, shorter window is closed when the loader is exhausted; the stand-in counts for nothing."""
-
-    def program(worker: Worker) -> Tensor:
-        model, rule = trained(worker, "adamw", strategy=strategy, schedule=COSINE, clip=0.5)
-        assert all(torch.equal(*worker.group.all_gather(state.reshape(-1))[:2]) for state in tensors_of(rule))
-        return plain.flat(model)
-
-    first, *others = together(4, program)
-    assert all(torch.equal(first, other) for other in others)
-    assert not torch.allclose(first, plain.flat(trained(None, "adamw", schedule=COSINE, clip=0.5)[0]), atol=1e-6)
-
-
-def test_an_ensemble_stays_several_models() -> None:
-    models = together(2, lambda w: plain.flat(trained(w, strategy="ensemble", epochs=1)[0]))
-    assert not torch.equal(*models)
+    for size in (1, 2):
+        assert together(size, program) == [[True] * 4] * size
 
 
 def test_workers_start_equal() -> None:
@@ -393,11 +358,10 @@ def test_copies_are_plain() -> None:
 
 
 @pytest.mark.filterwarnings(ALIKE)
-@pytest.mark.parametrize(("fused", "unscale"), [(True, False), (False, True)])
-def test_grad_scaler(fused: bool, unscale: bool) -> None:
+def test_grad_scaler() -> None:
     """Where gradients are averaged all workers leave the same step out; elsewhere it is refused."""
 
-    def program(worker: Worker, strategy: str = "allreduce") -> Tensor:
+    def program(worker: Worker, fused: bool, strategy: str = "allreduce") -> Tensor:
         model = seeded(lambda: plain.mlp(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         if worker.size:
@@ -408,20 +372,21 @@ def test_grad_scaler(fused: bool, unscale: bool) -> None:
             overflows = step == 1 and worker.rank == max(0, worker.size - 1)
             loss = plain.cross_entropy(model, plain.rows(4, torch.float32)) * (float("inf") if overflows else 1.0)
             scaler.scale(loss).backward()
-            if unscale:
+            if not fused:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 2.0
         return plain.flat(model)
 
-    alone = program(Worker(size=0))
-    assert torch.equal(program(Worker()), alone)
-    one, other = together(2, program)
-    assert torch.equal(one, other)
-    assert_all_are([one], alone, 1e-6)
+    for fused in (True, False):
+        alone = program(Worker(size=0), fused)
+        assert torch.equal(program(Worker(), fused), alone)
+        one, other = together(2, partial(program, fused=fused))
+        assert torch.equal(one, other)
+        assert_all_are([one], alone, 1e-6)
     with pytest.raises(Unsupported, match="GradScaler.*bfloat16"):
-        together(2, lambda worker: program(worker, "local-sgd"))
+        together(2, partial(program, fused=False, strategy="local-sgd"))
 
 
 # -- one optimizer over several modules ------------------------------------------------------------------------------
@@ -433,33 +398,27 @@ def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
 
 
 def train_parts(encoder: nn.Module, decoder: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Tensor:
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(decoder(torch.tanh(encoder(x))), y).backward()
-            optimizer.step()
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(decoder(torch.tanh(encoder(x))), y).backward()
+        optimizer.step()
     return torch.cat([plain.flat(encoder), plain.flat(decoder)])
 
 
-def prepared_parts(workers: int, wrap: Callable[[list[nn.Module]], Any], strategy: str) -> list[Tensor]:
-    def program(worker: Worker) -> Tensor:
+def test_an_optimizer_over_several_modules() -> None:
+    """One plain loop on any number of workers; under another strategy replicas are equal after the pass."""
+
+    def program(worker: Worker, wrap: Any, strategy: str = "allreduce") -> Tensor:
         encoder, decoder, optimizer = parts()
         modules = wrap([encoder, decoder])
         back, _, loader = prepare_on(Session(worker), modules, optimizer, loader_of(), strategy=strategy)
         assert back is modules
         return train_parts(encoder, decoder, optimizer, loader)
 
-    return together(workers, program)
-
-
-@pytest.mark.parametrize(("workers", "wrap"), [(1, list), (3, tuple)])
-def test_any_number_of_workers_equals_one_plain_loop(workers: int, wrap: Any) -> None:
     alone = train_parts(*parts(), loader_of())
-    assert_all_are(prepared_parts(workers, wrap, "allreduce"), alone, 1e-10 if workers > 1 else 1e-300)
-
-
-def test_replicas_are_equal_after_each_pass_under_another_strategy() -> None:
-    assert torch.equal(*prepared_parts(2, list, "local-sgd:period=3"))
+    assert torch.equal(program(Worker(), list), alone)
+    assert_all_are(together(3, partial(program, wrap=tuple)), alone)
+    assert torch.equal(*together(2, partial(program, wrap=list, strategy="local-sgd:period=3")))
 
 
 def test_what_is_no_module_or_not_all_of_them_is_refused() -> None:
@@ -535,9 +494,8 @@ def other_models(worker: Worker) -> None:
 
 
 @pytest.mark.filterwarnings(ALIKE)
-@pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
+def test_what_cannot_be_is_named() -> None:
+    cases: list[tuple[Any, type[Exception], str]] = [
         (wrapped_afterwards, Unsupported, "before training begins"),
         (moved, Unsupported, "moved or replaced after training began: 0.weight"),
         (with_a_closure, Unsupported, "closure"),
@@ -545,11 +503,10 @@ def other_models(worker: Worker) -> None:
         (not_finite, ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
         (partial(not_finite, strategy="local-sgd"), ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
         (other_models, BadInput, "rank 0: Linear of 4 parameters.*rank 1: Linear of 6"),
-    ],
-)
-def test_what_cannot_be_is_named(program: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        together(2, program)
+    ]
+    for program, error, message in cases:
+        with pytest.raises(error, match=message):
+            together(2, program)
 
 
 def test_alone_a_closure_and_a_gradient_that_is_not_finite_are_as_in_a_plain_script() -> None:
@@ -597,15 +554,12 @@ def test_a_backward_that_failed_leaves_no_trace() -> None:
 def test_a_rate_of_a_workers_own_is_named_where_all_steps_are_to_be_equal() -> None:
     """Another copy of the script on one host; where workers step alone for a while it may be meant so."""
 
-    def program(worker: Worker, strategy: str) -> str:
+    def program(worker: Worker, strategy: str) -> None:
         model = plain.mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + worker.rank))
-        try:
-            prepare_on(Session(worker), model, optimizer, strategy=strategy)
-        except BadInput as error:
-            return str(error)
-        return ""
+        prepare_on(
+            Session(worker), model, torch.optim.SGD(model.parameters(), 0.1 * (1 + worker.rank)), strategy=strategy
+        )
 
-    for strategy in ("allreduce", "local-sgd"):
-        for said in together(2, lambda worker: program(worker, strategy)):  # noqa: B023
-            assert ("the optimizer's lr is 0.2, and on worker 0" in said) == (strategy == "allreduce")
+    with pytest.raises(BadInput, match="the optimizer's lr is 0.2, and on worker 0"):
+        together(2, partial(program, strategy="allreduce"))
+    together(2, partial(program, strategy="local-sgd"))

@@ -1,20 +1,19 @@
-"""The user's own loop on real processes: local workers, whole scripts, torchrun."""
+"""The user's own loop on simulated workers, each with random numbers of its own, and on real processes: local ones, scripts, torchrun."""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from driver_script import wait_until
 from own_loops import assert_all_are, train_shuffled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -104,71 +103,40 @@ def train_on_drawn(kind: str) -> tuple[float, float]:
     return model.weight.item(), torch.rand(()).item()
 
 
-def apart_by_hand() -> tuple[list[Tensor], str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        batches, _ = draw_by_hand(prepare=True, alike=False)
-    return batches, " ".join(str(one.message) for one in told)
+def test_processes_equal_the_plain_script(local: Local) -> None:
+    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, and accumulation; each worker's own loader
+    process loads its rows alone."""
+    found = launch(train_shuffled, "adamw", True, 1, 2, workers=2, engine=local, threads_per_worker=1)
+    assert_all_are(found, train_shuffled("adamw", False, accumulate=2))
 
 
-PROGRAMS: dict[int, dict[str, Callable[[], Any]]] = {
-    2: {
-        "loader processes": lambda: train_shuffled("adamw", True, processes=1, accumulate=2),
-        "shuffled": draw,
-        "apart by hand": apart_by_hand,
-        "a stream": lambda: train_on_drawn("stream"),
-        "a loader": lambda: train_on_drawn("loader"),
-    },
-    4: {"train": lambda: train_shuffled("adamw", True), "by hand": lambda: draw_by_hand(prepare=True, alike=True)},
-}
-"""By number of workers; each has a session of its own."""
+def test_four_workers_equal_the_plain_script() -> None:
+    """CASE 2: a last batch of 3 rows on 4 workers. Under another strategy all end equal, and elsewhere."""
+    expected = train_shuffled("adamw", prepare=False)
+    assert_all_are(launch(train_shuffled, "adamw", True, workers=4, engine=Sim()), expected)
+    first, second = launch(train_shuffled, "adamw", True, workers=2, strategy=LocalSGD(period=3), engine=Sim())
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, expected, atol=1e-6)
 
 
-def run_all(programs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    found = {}
-    for name, program in programs.items():
-        mh.worker().prepared = None
-        gc.collect()
-        found[name] = program()
-    return found
-
-
-@pytest.fixture(scope="module")
-def ran(local: Local) -> dict[int, list[dict[str, Any]]]:
-    """What each worker found, by the number of workers."""
-    return {
-        size: launch(run_all, programs, workers=size, engine=local, threads_per_worker=1)
-        for size, programs in PROGRAMS.items()
-    }
-
-
-def test_four_workers_equal_the_plain_script(ran: dict[int, list[dict[str, Any]]]) -> None:
-    """CASE 2: with the plain script's own random order, a cosine schedule, clipping, a last batch of 3 rows on 4 workers."""
-    assert_all_are([own["train"] for own in ran[4]], train_shuffled("adamw", prepare=False))
-
-
-def test_loader_processes_and_accumulation(ran: dict[int, list[dict[str, Any]]]) -> None:
-    """CASE 2: each worker's own loader process loads its rows alone."""
-    assert_all_are([own["loader processes"] for own in ran[2]], train_shuffled("adamw", False, accumulate=2))
-
-
-def test_three_lines_make_a_hand_drawn_batch_one_process(ran: dict[int, list[dict[str, Any]]]) -> None:
+def test_three_lines_make_a_hand_drawn_batch_one_process() -> None:
     """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's.
 
     Without them batches differ after the first backward.
     """
     batches, expected = draw_by_hand(prepare=False, alike=True)
+    found = launch(draw_by_hand, True, True, workers=4, engine=Sim())
     for step, batch in enumerate(batches):
-        assert torch.equal(torch.cat([own["by hand"][0][step] for own in ran[4]]), batch)
-    assert_all_are([own["by hand"][1] for own in ran[4]], expected)
-    (first, said), (second, _) = (own["apart by hand"] for own in ran[2])
+        assert torch.equal(torch.cat([own[step] for own, _ in found]), batch)
+    assert_all_are([parameters for _, parameters in found], expected)
+    with pytest.warns(UserWarning, match="computed the same gradient in step 0"):
+        (first, _), (second, _) = launch(draw_by_hand, True, False, workers=2, engine=Sim())
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
-    assert "computed the same gradient in step 0" in said
 
 
-def test_one_order_for_all_and_dropout_for_each(ran: dict[int, list[dict[str, Any]]]) -> None:
+def test_one_order_for_all_and_dropout_for_each() -> None:
     """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
-    (first, noise), (second, other_noise) = (own["shuffled"] for own in ran[2])
+    (first, noise), (second, other_noise) = launch(draw, workers=2, engine=Sim())
     both = [first[i : i + 2] + second[i : i + 2] for i in range(0, 12, 2)]
     for epoch in (both[:3], both[3:]):
         assert sorted(row % 100 for batch in epoch for row in batch) == list(range(12))
@@ -176,19 +144,13 @@ def test_one_order_for_all_and_dropout_for_each(ran: dict[int, list[dict[str, An
     assert noise != other_noise
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader"])
-def test_a_loader_that_draws_its_batches_gives_one_processs(kind: str, ran: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_loader_that_draws_its_batches_gives_one_processs() -> None:
     """After the first backward too, and in the next pass."""
-    (expected, following), several = train_on_drawn(kind), [own[f"a {kind}"] for own in ran[2]]
-    assert [abs(weight - expected) < 1e-12 for weight, _ in several] == [True, True]
-    assert several[0][1] == following
-
-
-def test_launch_says_the_strategy() -> None:
-    """All workers end equal, and elsewhere than under allreduce."""
-    first, second = launch(train_shuffled, "adamw", True, workers=2, strategy=LocalSGD(period=3), engine=Sim())
-    assert torch.equal(first, second)
-    assert not torch.allclose(first, train_shuffled("adamw", prepare=False), atol=1e-6)
+    for kind in ("stream", "loader"):
+        expected, following = train_on_drawn(kind)
+        several = launch(train_on_drawn, kind, workers=2, engine=Sim())
+        assert [abs(weight - expected) < 1e-12 for weight, _ in several] == [True, True], kind
+        assert several[0][1] == following, kind
 
 
 class Entropy:
@@ -208,12 +170,9 @@ def train_on_entropy() -> None:
 
 
 def test_a_loader_that_gives_each_worker_other_batches_is_named() -> None:
+    """By `mh.train`, too."""
     with pytest.raises(mh.BadInput, match="different batches"):
         launch(train_on_entropy, workers=2, engine=Sim())
-
-
-@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
-def test_mh_train_names_it_too(strategy: str) -> None:
     task = mh.Task(
         model=lambda: nn.Linear(1, 1),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -221,8 +180,9 @@ def test_mh_train_names_it_too(strategy: str) -> None:
         train_data=DataLoader(EntropyRows(), batch_size=4),
         epochs=1,
     )
-    with pytest.raises(mh.BadInput, match="different batches"):
-        mh.train(task, workers=2, strategy=strategy, engine="sim")
+    for strategy in ("allreduce", "downpour"):
+        with pytest.raises(mh.BadInput, match="different batches"):
+            mh.train(task, workers=2, strategy=strategy, engine="sim")
 
 
 class EntropyRows(IterableDataset[Tensor]):
@@ -249,34 +209,42 @@ def test_examples_run_alone_and_together(
 
 
 TORCHRUN = """
-import torch
+import os, torch
 from own_loops import train_shuffled
 import manyhands as mh
 got, worker = train_shuffled("adamw", prepare=True), mh.worker()
 print("size", worker.size)
-torch.save(worker.group.all_gather(got), "all.pt")
+with open("model.pt", "wb") as f:
+    torch.save(got, f)
+with open("model.pt", "rb") as f:
+    assert torch.equal(torch.load(f), got)
+torch.save(got, f"own-{worker.rank}.pt")
 """
 
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    """CASE 2: the same file; the other ranks print and save nothing, and nothing is left."""
+    """CASE 2: the same file; the other ranks print nothing, the folder holds one process's files, and nothing is left."""
+    work, temporary = tmp_path / "work", tmp_path / "tmp"
+    work.mkdir()
+    temporary.mkdir()
     (tmp_path / "script.py").write_text(TORCHRUN)
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "../script.py"],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("size 2") == 1
-    both = torch.load(tmp_path / "all.pt")
-    assert torch.equal(both[0], both[1])
-    assert (both[0] - train_shuffled("adamw", prepare=False)).abs().max() < 1e-10
-    assert not list(tmp_path.glob("manyhands*"))
+    assert done.stderr.count("worker 1 of 2 writes its files to") == 1
+    names = ["model.pt", "own-0.pt", "own-1.pt"]
+    assert sorted(os.listdir(work)) == names
+    assert_all_are([torch.load(work / name) for name in names], train_shuffled("adamw", prepare=False))
+    wait_until(lambda: not list(tmp_path.rglob("*manyhands*")))
 
 
 def uneven() -> None:

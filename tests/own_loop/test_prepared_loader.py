@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,49 +89,38 @@ def test_one_worker_gets_what_the_plain_loader_gives() -> None:
 # -- several workers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "size"), [(Numbers, 4), (Count, 3)])
-def test_every_row_is_handed_out_once_in_its_global_batch(make: Any, size: int) -> None:
+def test_every_row_is_handed_out_once_in_its_global_batch() -> None:
     """CASES 2 and 18: each rank has its slice of each batch; a rank without rows gets two rows of weight 0.
 
     Of a batch of one row they are twice that row: batch norm cannot train on one.
     """
-    everybody = together(size, lambda worker: shares(worker, DataLoader(make(39), batch_size=12)))
-    assert rows_used(everybody) == [list(range(start, min(start + 12, 39))) for start in (0, 12, 24, 36)]
-    for rank, mine in enumerate(everybody):
-        for start, (rows, weight) in zip((0, 12, 24, 36), mine, strict=True):
-            begin, end = slice_of(min(12, 39 - start), rank, size)
-            assert (rows, weight) == (
-                (list(range(start + begin, start + end)), end - begin) if end > begin else ([start, start + 1], 0)
-            )
-    everybody = together(3, lambda worker: shares(worker, DataLoader(make(7), batch_size=6)))
+    for make, size in ((Numbers, 4), (Count, 3)):
+        everybody = together(size, lambda worker: shares(worker, DataLoader(make(39), batch_size=12)))  # noqa: B023
+        for rank, mine in enumerate(everybody):
+            for start, found in zip((0, 12, 24, 36), mine, strict=True):
+                begin, end = slice_of(min(12, 39 - start), rank, size)
+                own = list(range(start + begin, start + end))
+                assert found == ((own, len(own)) if own else ([start, start + 1], 0))
+    everybody = together(3, lambda worker: shares(worker, DataLoader(Numbers(7), batch_size=6)))
     assert [mine[-1] for mine in everybody] == [([6, 6], 0.0), ([6, 6], 0.0), ([6], 1.0)]
 
 
-def test_drop_last_and_the_users_own_sampler_are_kept() -> None:
-    def program(worker: Worker) -> Any:
-        dropping = shares(worker, DataLoader(Numbers(39), batch_size=12, drop_last=True))
-        backwards = shares(worker, DataLoader(Numbers(6), batch_size=4, sampler=range(5, -1, -1)))
-        batches = BatchSampler(SequentialSampler(range(8)), 3, drop_last=False)
-        own = shares(worker, DataLoader(Numbers(8), batch_sampler=batches))
-        whole = shares(worker, DataLoader([torch.arange(4), torch.arange(4, 7)], batch_size=None))
-        return dropping, backwards, own, whole
-
-    dropping, backwards, own, whole = zip(*together(2, program), strict=True)
-    assert rows_used(dropping) == [list(range(12)), list(range(12, 24)), list(range(24, 36))]
-    assert rows_used(backwards) == [[5, 4, 3, 2], [1, 0]]
-    assert rows_used(own) == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    assert rows_used(whole) == [[0, 1, 2, 3], [4, 5, 6]]
+def seeded_loader(seed: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_users_generator_gives_one_order_even_if_seeded_apart() -> None:
-    """Rank 0's, and a new one each pass."""
-
-    def program(worker: Worker) -> Any:
-        generator = torch.Generator().manual_seed(7 + worker.rank)
-        return shares(worker, DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=generator), passes=2)
-
-    loader = DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(7))
-    assert rows_used(together(2, program)) == [batch.tolist() for _ in range(2) for batch in loader]
+def test_the_users_own_order_is_kept() -> None:
+    """Its samplers, and of a generator that each rank has seeded apart rank 0's; a new order each pass."""
+    batches = BatchSampler(SequentialSampler(range(8)), 3, drop_last=False)
+    for make, expected in (
+        (lambda rank: DataLoader(Numbers(15), batch_size=6, drop_last=True), [[*range(6)], [*range(6, 12)]] * 2),
+        (lambda rank: DataLoader(Numbers(6), batch_size=4, sampler=range(5, -1, -1)), [[5, 4, 3, 2], [1, 0]] * 2),
+        (lambda rank: DataLoader(Numbers(8), batch_sampler=batches), [[0, 1, 2], [3, 4, 5], [6, 7]] * 2),
+        (lambda rank: DataLoader([torch.arange(4), torch.arange(3)], batch_size=None), [[0, 1, 2, 3], [0, 1, 2]] * 2),
+        (lambda rank: seeded_loader(7 + rank), [one.tolist() for loader in [seeded_loader(7)] * 2 for one in loader]),
+    ):
+        everybody = together(2, lambda worker: shares(worker, make(worker.rank), passes=2))  # noqa: B023
+        assert rows_used(everybody) == expected
 
 
 def passes_left_early(prepared: Callable[[DataLoader[Any]], Any], options: dict[str, Any], processes: int) -> list[Any]:
@@ -176,19 +164,22 @@ def test_a_pass_that_is_left_early_leaves_the_users_generator_where_one_process_
 
 
 def test_any_iterable_of_batches_is_cut() -> None:
-    """Dicts, strings and what belongs to the whole batch."""
+    """Dicts, strings and what belongs to the whole batch; NumPy's arrays and nested batches."""
 
     def program(worker: Worker) -> list[dict[str, Any]]:
         return list(PreparedLoader(Batches(), Session(worker)))
 
     everybody = together(4, program)
-    used = [row for mine in everybody for batch in mine[:2] for row in batch["x"].tolist()]
     assert [[len(batch["x"]) for batch in mine] for mine in everybody] == [[1, 1, 2], [1, 1, 1], [1, 1, 2], [1, 1, 1]]
-    last = [row for mine in (everybody[1], everybody[3]) for row in mine[2]["x"].tolist()]
-    assert sorted(used + last) == list(range(10))
-    assert all(
-        batch["name"] == [str(i) for i in batch["x"].tolist()] and batch["flag"] for mine in everybody for batch in mine
-    )
+    for number, rows in enumerate(([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])):
+        ranks = everybody if number < 2 else (everybody[1], everybody[3])
+        assert [row for mine in ranks for row in mine[number]["x"].tolist()] == rows
+    for batch in (batch for mine in everybody for batch in mine):
+        assert batch["name"] == [str(i) for i in batch["x"].tolist()]
+        assert batch["flag"]
+    nested = (np.arange(6).reshape(3, 2), {"y": torch.arange(3)})
+    got = together(2, lambda worker: list(PreparedLoader([nested], Session(worker))))
+    assert [(part[0].shape, part[1]["y"].tolist()) for (part,) in got] == [((1, 2), [0]), ((2, 2), [1, 2])]
 
 
 class Doubled(DataLoader[Any]):
@@ -208,20 +199,17 @@ class OwnIterator(DataLoader[Any]):
         return iter([torch.arange(4), torch.arange(4, 8)])
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_loader_with_an_iter_of_its_own_is_iterated(size: int) -> None:
+def test_a_loader_with_an_iter_of_its_own_is_iterated() -> None:
     def program(worker: Worker) -> list[list[int]]:
-        loader = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
-        assert len(loader) == 3
-        return [batch["x"].tolist() for batch in loader]
+        doubled = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
+        own = PreparedLoader(OwnIterator(Numbers(8), batch_size=4), Session(worker))
+        assert (len(doubled), len(own)) == (3, 2)
+        return [*(batch["x"].tolist() for batch in doubled), *(batch.tolist() for batch in own)]
 
-    got = [[row for mine in tick for row in mine] for tick in zip(*together(size, program), strict=True)]
-    assert got == [[0, 2, 4, 6], [8, 10, 12, 14], [100, 101, 102, 103]]
-    everybody = together(size, lambda worker: shares(worker, OwnIterator(Numbers(8), batch_size=4)))
-    assert [[row for rows, _ in tick for row in rows] for tick in zip(*everybody, strict=True)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-    ]
+    expected = [[0, 2, 4, 6], [8, 10, 12, 14], [100, 101, 102, 103], [0, 1, 2, 3], [4, 5, 6, 7]]
+    for size in (1, 3):
+        everybody = together(size, program)
+        assert [sum(tick, []) for tick in zip(*everybody, strict=True)] == expected
 
 
 def test_batches_that_differ_by_rank_are_named_before_they_are_cut() -> None:
@@ -242,46 +230,28 @@ def test_batches_that_differ_by_rank_are_named_before_they_are_cut() -> None:
 # -- stand-ins -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stand_in_leaves_buffers_as_they_were() -> None:
+def test_buffers_leave_out_a_stand_in_and_are_averaged_at_the_end_of_a_pass() -> None:
     """Batch-norm statistics: in the last batch rank 0 has no rows, runs its loop body, and keeps what it had."""
 
-    def program(worker: Worker) -> list[tuple[bool, bool, bool]]:
-        session, norm = Session(worker), nn.BatchNorm1d(1).double()
-        norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
-        seen, last = [], norm.running_mean.clone()
-        for inputs, _ in loader:
-            unchanged = torch.equal(norm.running_mean, last)
-            norm(inputs[:, None]).square().mean().backward()
-            moved = not torch.equal(norm.running_mean, last)
-            optimizer.step()
-            seen.append((unchanged, moved, torch.equal(norm.running_mean, last)))
-            last = norm.running_mean.clone()
-            norm(inputs[:, None])  # as a discriminator's, once more after its step
-            if seen[-1][2] is False:
-                last = norm.running_mean.clone()
-        return seen
-
-    first, second = together(2, program)
-    assert first == [(True, True, False), (True, True, True)]
-    assert second == [(True, True, False), (True, True, False)]
-
-
-def test_buffers_are_averaged_at_the_end_of_a_pass() -> None:
-    """The stand-in's forward does not count in it."""
-
-    def program(worker: Worker) -> Tensor:
+    def program(worker: Worker) -> tuple[list[bool], Tensor]:
         session, norm = Session(worker), nn.BatchNorm1d(1, momentum=None).double()
         norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
+        moved = []
         for inputs, _ in loader:
+            before = norm.running_mean.clone()
             norm(inputs[:, None]).square().mean().backward()
+            moved.append(not torch.equal(norm.running_mean, before))
             optimizer.step()
-            norm(inputs[:, None])
-        return torch.cat([norm.running_mean, norm.num_batches_tracked[None]])
+            norm(inputs[:, None])  # as a discriminator's, once more after its step
+            moved.append(not torch.equal(norm.running_mean, before))
+        return moved, torch.cat([norm.running_mean, norm.num_batches_tracked[None]])
 
     x = plain.rows(7)[0]
     own = [x[:3].mean(), torch.stack([x[3:6].mean(), x[6].mean()]).mean()]
-    for got in together(2, program):
-        assert got.tolist() == pytest.approx([float(torch.stack(own).mean()), 4.0])
+    (first, mean), (second, other) = together(2, program)
+    assert second == [True] * 4
+    assert first[:2] == [True, True]
+    assert mean.tolist() == other.tolist() == pytest.approx([float(torch.stack(own).mean()), 4.0])
 
 
 class Fancy(DataLoader[Any]):
@@ -379,62 +349,44 @@ def test_what_cannot_be_shared_in_place_gets_a_wrapper() -> None:
     assert type(shared.plain) is DataLoader
 
 
-def test_what_follows_a_loop_that_ended_on_a_stand_in_counts_again() -> None:
-
+def test_weights_of_what_follows_a_stand_in_and_of_a_loop_inside_the_loop() -> None:
     def program(worker: Worker) -> list[float]:
         session = Session(worker)
-        loader = PreparedLoader(DataLoader(Numbers(5), batch_size=4), session)
         weights = []
-        for index, _ in enumerate(loader):
+        for index, _ in enumerate(PreparedLoader(DataLoader(Numbers(5), batch_size=4), session)):
             weights.append(session.next_backward().weight)
             if index == 1:
                 break
-        return [*weights, session.next_backward().weight]
-
-    first, second = together(2, program)
-    assert first == [2.0, 0.0, 1.0]
-    assert second == [2.0, 1.0, 1.0]
-
-
-def test_a_loop_inside_the_loop_leaves_the_outer_batch_its_weight() -> None:
-    def program(worker: Worker) -> list[float]:
-        session = Session(worker)
+        weights.append(session.next_backward().weight)  # counts again
         outer, inner = (PreparedLoader(DataLoader(Numbers(8), batch_size=size), session) for size in (4, 2))
-        return [
-            weight
-            for _ in outer
-            for weight in (*(session.next_backward().weight for _ in inner), session.next_backward().weight)
-        ]
+        for _ in outer:
+            weights += [session.next_backward().weight for _ in inner]
+            weights.append(session.next_backward().weight)
+        return weights
 
-    assert together(2, program) == [[1.0, 1.0, 1.0, 1.0, 2.0] * 2] * 2
+    assert together(2, program) == [[2.0, own, 1.0, *[1.0, 1.0, 1.0, 1.0, 2.0] * 2] for own in (0.0, 1.0)]
 
 
 # -- the end of a pass -----------------------------------------------------------------------------------------------
 
 
-def stop_early(worker: Worker, *, then: str) -> Tensor:
-    session, model = Session(worker), seeded()
-    model, optimizer, loader = prepare_on(
-        session, model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of(), strategy="local-sgd:period=10"
-    )
-    for index, batch in enumerate(loader):
-        plain.cross_entropy(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if index == 1:
-            break
-    if then == "finish":
-        loader.finish()
-        loader.finish()
-    elif then == "iterate":
-        iter(loader)
-    return plain.flat(model).clone()
-
-
 def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish() -> None:
-    for then in ("finish", "iterate", "nothing"):
-        first, second = together(2, lambda worker: stop_early(worker, then=then))  # noqa: B023
-        assert torch.equal(first, second) == (then != "nothing"), then
+    def program(worker: Worker, then: Callable[[Any], Any]) -> Tensor:
+        session, model = Session(worker), seeded()
+        rule = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, rule, loader = prepare_on(session, model, rule, loader_of(), strategy="local-sgd:period=10")
+        for index, batch in enumerate(loader):
+            plain.cross_entropy(model, batch).backward()
+            rule.step()
+            rule.zero_grad()
+            if index == 1:
+                break
+        then(loader)
+        return plain.flat(model).clone()
+
+    for then, equal in ((lambda loader: (loader.finish(), loader.finish()), True), (iter, True), (len, False)):
+        first, second = together(2, lambda worker: program(worker, then))  # noqa: B023
+        assert torch.equal(first, second) is equal
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer took a step")
@@ -492,10 +444,3 @@ def test_what_cannot_be_read_alike_is_named() -> None:
     ):
         with pytest.raises(BadInput, match=message):
             together(2, lambda worker: shares(worker, make(worker.rank)))  # noqa: B023
-
-
-def test_numpy_and_nested_batches_are_cut() -> None:
-    batch = (np.arange(6).reshape(3, 2), {"y": torch.arange(3)})
-    got = together(2, lambda worker: list(PreparedLoader([batch], Session(worker))))
-    assert Counter(row for ((_, named),) in got for row in named["y"].tolist()) == Counter([0, 1, 2])
-    assert [part[0].shape for (part,) in got] == [(1, 2), (2, 2)]

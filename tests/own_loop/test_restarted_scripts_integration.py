@@ -41,28 +41,27 @@ SCRIPT = f"""
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
-    return subprocess.run(
-        [sys.executable, "-m", *words, "script.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"],
         ["manyhands", "run", "-n", "2", "--max-restarts", "1"],
+        pytest.param(
+            ["torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_run_that_its_launcher_starts_again_is_resumed(words: list[str], tmp_path: Path) -> None:
-    done = run(tmp_path, *words)
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
     result = json.loads((tmp_path / "run/result.json").read_text())

@@ -20,13 +20,13 @@ import pytest
 import torch
 from driver_script import MARK, MarkedProcess
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 DEADLINE_S = 100.0
 LAUNCHERS = {  # `{n}`: the ranks. Each takes a port that is free
     "torchrun": "torch.distributed.run --standalone --nproc-per-node {n}",
-    "manyhands": "manyhands run --as distributed --threads-per-worker 1 -n {n}",
+    "manyhands": "manyhands run --auto --threads-per-worker 1 -n {n}",
     "accelerate": "accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes {n} --main_process_port 0",
 }
 
@@ -193,28 +193,21 @@ def agree(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, exact: bo
         assert one["rows"] == other["rows"]
 
 
-@pytest.mark.slow
-def test_accelerates_program_ends_with_gloos_parameters(tmp_path: Path) -> None:
-    """Unchanged: torchrun gives it gloo, `manyhands run --as distributed` gives it ours."""
-    runs = Runs(tmp_path, "accelerate")
-    agree(runs.by("manyhands", 2), runs.by("torchrun", 2), exact=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("library", "size"), [("lightning", 2), ("lightning", 4), ("accelerate", 3)])
-def test_so_do_others_and_more_ranks(library: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "size"), [("accelerate", 2), ("accelerate", 3), ("lightning", 2), ("lightning", 4)]
+)
+def test_a_program_ends_with_gloos_parameters(library: str, size: int, tmp_path: Path) -> None:
+    """Unchanged: torchrun gives it gloo, `manyhands run --auto` gives it ours."""
     runs = Runs(tmp_path, library)
     agree(runs.by("manyhands", size), runs.by("torchrun", size), exact=size == 2)
 
 
-@pytest.mark.nightly
 def test_accelerate_takes_ours_where_the_variable_says_so_and_a_group_that_is_there(tmp_path: Path) -> None:
     runs = Runs(tmp_path, "accelerate")
     agree(runs.by("accelerate", 2, MANYHANDS_BACKEND="replace"), runs.by("accelerate", 2), exact=True)
     agree(runs.by("torchrun", 2, "manyhands"), runs.by("torchrun", 2, "gloo"), exact=True)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["alone", "torchrun"])
 def test_lightning_is_told_the_backend_by_its_strategy(launcher: str, tmp_path: Path) -> None:
     runs = Runs(tmp_path, "lightning")

@@ -23,17 +23,19 @@ from manyhands.transport.credentials import Credentials
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-def run(folder: Path, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, text: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program that knows nothing of this library."""
     (folder / "program.py").write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [sys.executable, "program.py"],
+    done = subprocess.run(
+        [sys.executable, *words, "program.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=90,
     )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 PROGRAM = """
@@ -52,11 +54,9 @@ def test_torch_finds_it_without_an_import_and_it_takes_the_place_of_gloo_where_t
 ) -> None:
     (found,) = entry_points(group="torch.backends", name="manyhands")
     assert found.value == "manyhands_backend:register"
-    done = run(tmp_path, PROGRAM.format(asked=[(["manyhands"], {})]))
-    assert done.stdout.split() == ["manyhands", "manyhands", "gloo", "ManyhandsProcessGroup"], done.stderr
-    asked = [(["gloo"], {}), ([], {"backend": "gloo"}), ([], {}), (["cpu:gloo,cuda:nccl"], {})]
+    asked = [(["manyhands"], {}), (["gloo"], {}), ([], {"backend": "gloo"}), ([], {}), (["cpu:gloo,cuda:nccl"], {})]
     done = run(tmp_path, PROGRAM.format(asked=asked), MANYHANDS_BACKEND="replace")
-    assert done.stdout.split() == ["manyhands", "manyhands", "manyhands", "ManyhandsProcessGroup"] * 4, done.stderr
+    assert done.stdout.split() == ["manyhands", "manyhands", "manyhands", "ManyhandsProcessGroup"] * 5, done.stderr
 
 
 def test_it_never_keeps_torch_from_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +81,8 @@ DDP = """
 
 @pytest.mark.slow
 def test_a_program_for_torchrun_runs_with_manyhands_run(tmp_path: Path) -> None:
-    (tmp_path / "ddp.py").write_text(textwrap.dedent(DDP))
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands", "run", "--as", "distributed", "-n", "2", "ddp.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, DDP, "-m", "manyhands", "run", "--auto", "-n", "2")
+    assert "program.py is run as distributed" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 manyhands [[0.5, 0.5]]", "1 manyhands [[0.5, 0.5]]"]
 
 

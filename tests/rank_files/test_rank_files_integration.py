@@ -1,4 +1,7 @@
-"""Whole scripts, written for one process, on real workers: the folder holds one process's files in the end."""
+"""Whole scripts, written for one process, on real workers: the folder holds one process's files in the end.
+
+Under torchrun: tests/own_loop/test_prepare_integration.py.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ from driver_script import wait_until
 from manyhands.engines.local.engine import Local
 from manyhands.errors import WorkerFailed
 from manyhands.own_loop.launch import run_script
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROLOGUE = """
 import logging, os, pathlib, shutil, signal, sqlite3, tarfile, tempfile, zipfile
@@ -259,30 +260,3 @@ def test_a_driver_that_is_killed_leaves_no_folder(folder: Path) -> None:
         process.wait(20)
         wait_gone(os.path.dirname(scratch(output)[0]))
     assert files(folder) == {"own-0.txt": "own", "own-1.txt": "own"}
-
-
-@pytest.mark.slow
-def test_under_torchrun(folder: Path) -> None:
-    (folder.parent / "script.py").write_text(
-        PROLOGUE
-        + textwrap.dedent("""
-        with open("model.pt", "wb") as f:
-            torch.save(model, f)
-        with open("model.pt", "rb") as f:
-            torch.load(f, weights_only=False)
-        open(f"out-{worker.rank}.txt", "w").write(str(worker.rank))
-        """)
-    )
-    temporary = folder.parent / "tmp"
-    temporary.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "../script.py"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir()) == ["model.pt", "out-0.txt", "out-1.txt"]
-    (place,) = scratch(done.stderr)
-    wait_gone(os.path.dirname(place))

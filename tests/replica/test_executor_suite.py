@@ -64,7 +64,6 @@ def test_a_kernel() -> None:
     ("name", "plan"),
     [
         ("gpt", "stages=1"),
-        ("gpt", "stages=2"),
         ("gpt", "stages=3,recompute=units"),
         ("mlp", "stages=4,schedule=gpipe"),
         ("encoder", "stages=2,micro_batches=4"),

@@ -84,10 +84,7 @@ def test_state_that_is_not_like_its_parameter_is_refused_by_name_on_all_ranks() 
 
     together(2, program)
     assert len(refused) == 2
-
-
-def test_state_of_another_dtype_than_its_parameter_is_refused() -> None:
-    with pytest.raises(Unsupported, match="codes"):
+    with pytest.raises(Unsupported, match="codes"):  # of another dtype than its parameter
         averaged(lambda m: Own(m.parameters(), "codes", torch.zeros(2, dtype=torch.uint8)), [1, 1])
 
 

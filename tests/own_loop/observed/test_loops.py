@@ -66,32 +66,6 @@ def test_what_each_batch_is() -> None:
         assert {site for site, one in loops.sites.items() if one.training} == {SITES[key] for key in training}, name
 
 
-def test_a_loop_that_fetches_one_batch_ahead() -> None:
-    loops = Loops()
-    one = loops.iterated(TRAIN)
-    loops.fetched(one)
-    seen = []
-    for _ in range(4):
-        loops.fetched(one)
-        fed = loops.backward(LINE, lambda one: 1)
-        seen.append(fed.deal)
-        if fed.deal is PassDeal.PROBE:
-            loops.decided(fed, LINE, Scale.SUM)
-    assert seen == [PassDeal.WHOLE, PassDeal.WHOLE, PassDeal.PROBE, PassDeal.PROBE]
-
-
-def test_every_backward_has_a_scale_of_its_own() -> None:
-    loops, second = Loops(), ("train.py", 14)
-    one = loops.iterated(TRAIN)
-    for _ in range(2):
-        loops.fetched(one)
-        decided(loops, Scale.MEAN)
-        decided(loops, Scale.SUM, second)
-    assert loops.fetched(one) is PassDeal.SLICE
-    scales = [fed and fed.scale for fed in (loops.backward(LINE), loops.backward(second))]
-    assert scales == [Scale.MEAN, Scale.SUM]
-
-
 def test_a_backward_that_is_unclear_is_tried_again_four_times_at_most() -> None:
     loops = Loops()
     one = loops.iterated(TRAIN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -21,17 +20,9 @@ CLASSES = 4
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 2.0])
 
 
-def mlp(drop: float) -> tuple[nn.Module, tuple[int, ...]]:
+def mlp(drop: float) -> nn.Module:
     layers = [nn.Linear(20, 64), nn.ReLU(), nn.Dropout(drop), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(drop)]
-    return nn.Sequential(*layers, nn.Linear(32, CLASSES)), (20,)
-
-
-def cnn(drop: float) -> tuple[nn.Module, tuple[int, ...]]:
-    layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(drop), nn.Linear(8 * 64, CLASSES)), (1, 12, 12)
-
-
-MODELS = {"mlp": mlp, "cnn with batch norm": cnn}
+    return nn.Sequential(*layers, nn.Linear(32, CLASSES))
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,6 @@ class Loss:
     stated: Callable[[Tensor], float] | None = None
 
 
-IGNORED = -100
 LOSSES = {
     "mean": Loss(F.cross_entropy, Scale.MEAN),
     "sum": Loss(lambda z, y: F.cross_entropy(z, y, reduction="sum"), Scale.SUM),
@@ -53,8 +43,7 @@ LOSSES = {
         Scale.MEAN,
         lambda y: float((y > 0).sum()),
     ),
-    "class weights": Loss(lambda z, y: F.cross_entropy(z, y, WEIGHTS.to(z.dtype)), Scale.MEAN),
-    "ignored targets": Loss(lambda z, y: F.cross_entropy(z, torch.where(y == 1, IGNORED, y)), Scale.MEAN),
+    "class weights": Loss(lambda z, y: F.cross_entropy(z, y, WEIGHTS), Scale.MEAN),
     "scaled by AMP": Loss(lambda z, y: F.cross_entropy(z, y) * 65536.0, Scale.MEAN),
 }
 
@@ -90,27 +79,18 @@ def found(
     )
 
 
-def judged(seeds: int) -> collections.Counter[str]:
+def test_never_wrong_and_seldom_unclear() -> None:
     """With and without dropout and augmentation, of few rows and many, in parts and twice."""
-    results = collections.Counter[str]()
-    for seed, (name, make), (kind, loss) in product(range(seeds), MODELS.items(), LOSSES.items()):
+    unclear, seeds = 0, range(12)
+    for seed, (kind, loss) in product(seeds, LOSSES.items()):
         drop, augment, rows = (0.0, 0.1, 0.5)[seed % 3], float(seed // 3 % 2), (8, 64)[seed // 6 % 2]
         torch.manual_seed(seed)
-        model, shape = make(drop)
-        x, y = torch.randn(rows, *shape), torch.randint(CLASSES, (rows,))
+        model, x, y = mlp(drop), torch.randn(rows, 20), torch.randint(CLASSES, (rows,))
         y[0] = 2  # something counts
-        noisy = drop > 0 or augment > 0 or "batch norm" in name
-        scale = found(model, x, y, loss, 2 + (seed + seed // 12) % 2, augment, noisy)
-        results["unclear"] += isinstance(scale, Unclear)
-        if isinstance(scale, Scale) and scale is not loss.scale:
-            results[f"wrong: {name}, {kind}"] += 1
-    return results
-
-
-def test_never_wrong_and_seldom_unclear() -> None:
-    results = judged(12)
-    assert not [name for name in results if name.startswith("wrong")]
-    assert results["unclear"] <= 0.03 * 12 * len(MODELS) * len(LOSSES)
+        scale = found(model, x, y, loss, 2 + (seed + seed // 12) % 2, augment, drop > 0 or augment > 0)
+        assert isinstance(scale, Unclear) or scale is loss.scale, (seed, kind)
+        unclear += isinstance(scale, Unclear)
+    assert unclear <= 0.03 * len(seeds) * len(LOSSES)
 
 
 def test_contrast_within_a_batch_is_neither_without_noise() -> None:
@@ -119,8 +99,7 @@ def test_contrast_within_a_batch_is_neither_without_noise() -> None:
         return F.cross_entropy(z @ z.detach().roll(1, 0).T / 0.1, torch.arange(len(z)))
 
     torch.manual_seed(0)
-    model, shape = mlp(0.0)
-    x, y = torch.randn(24, *shape), torch.randint(CLASSES, (24,))
+    model, x, y = mlp(0.0), torch.randn(24, 20), torch.randint(CLASSES, (24,))
     for workers in (2, 3, 4):
         assert isinstance(found(model, x, y, Loss(contrast, Scale.MEAN), workers, 0.0, False), Unclear), workers
 

@@ -12,15 +12,6 @@ from manyhands.own_loop.observed.modules import outermost_modules, replaced, ste
 SGD = torch.optim.SGD
 
 
-class Both(nn.Module):
-    """A generator and a discriminator in one, with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        self.scale = nn.Parameter(torch.ones(1))
-
-
 def test_the_outermost_modules_of_the_process() -> None:
     inner = nn.Linear(2, 2)
     outer = nn.Sequential(inner, nn.ReLU())
@@ -41,13 +32,13 @@ def test_a_model_with_a_head_apart_and_a_model_of_which_a_part_trains() -> None:
 
 
 def test_two_optimizers_of_one_module_get_a_part_each() -> None:
-    both = Both()
-    first, second = stepped_by(
-        [SGD([*both.generator.parameters(), both.scale], 0.1), SGD(both.discriminator.parameters(), 0.1)], [both]
-    )
-    assert both.generator in first
+    both = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))})
+    both.scale = nn.Parameter(torch.ones(1))
+    of_generator, of_critic = [*both["generator"].parameters(), both.scale], both["critic"].parameters()
+    first, second = stepped_by([SGD(of_generator, 0.1), SGD(of_critic, 0.1)], [both])
+    assert both["generator"] in first
     assert [p for module in first for p in module.parameters() if p is both.scale]
-    assert second == [both.discriminator]
+    assert second == [both["critic"]]
 
 
 def test_an_optimizer_that_a_later_one_replaces() -> None:

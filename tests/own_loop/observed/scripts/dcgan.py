@@ -13,14 +13,6 @@ data = images(203, 8).to(torch.get_default_dtype())
 dataloader = DataLoader(TensorDataset(data), batch_size=opt.batch_size, shuffle=True)
 
 
-def weights_init(m) -> None:
-    if isinstance(m, nn.BatchNorm2d):
-        nn.init.normal_(m.weight, 1.0, 0.02)
-        nn.init.zeros_(m.bias)
-    elif isinstance(m, nn.Conv2d | nn.ConvTranspose2d):
-        nn.init.normal_(m.weight, 0.0, 0.02)
-
-
 netG = nn.Sequential(
     *(nn.ConvTranspose2d(opt.nz, 16, 4, 1, 0, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)),
     *(nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh()),
@@ -29,8 +21,6 @@ netD = nn.Sequential(
     *(nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.LeakyReLU(0.2, inplace=True)),
     *(nn.Conv2d(16, 1, 4, 1, 0, bias=False), nn.Sigmoid(), nn.Flatten(0)),
 )
-netG.apply(weights_init)
-netD.apply(weights_init)
 criterion = nn.BCELoss()
 fixed_noise = torch.randn(opt.batch_size, opt.nz, 1, 1)
 optimizerD = torch.optim.Adam(netD.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
@@ -56,5 +46,4 @@ for epoch in range(opt.niter):
         optimizerG.step()
         printed(f"[{epoch}/{opt.niter}][{i}/{len(dataloader)}] Loss_D: {errD.item():.4f} Loss_G: {{:.4f}}", errG.item())
     torch.save(netG(fixed_noise).detach(), f"fake_samples_epoch_{epoch}.pt")
-    torch.save(netG.state_dict(), f"netG_epoch_{epoch}.pth")
 opt.save()

@@ -13,33 +13,22 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
-class Block(nn.Module):
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
-
+class Block(nn.Sequential):
     def forward(self, x):
-        return torch.relu(x + self.norm(self.conv(x)))
+        return torch.relu(x + super().forward(x))
 
 
 class AverageMeter:
-    def __init__(self) -> None:
-        self.sum, self.count = 0.0, 0
+    avg, sum, count = 0.0, 0.0, 0
 
     def update(self, value: float, n: int) -> None:
         self.sum, self.count = self.sum + value * n, self.count + n
-
-    @property
-    def avg(self) -> float:
-        return self.sum / self.count
+        self.avg = self.sum / self.count
 
 
-def accuracy(output, target, topk=(1, 3)) -> list[float]:
+def accuracy(output, target) -> float:
     with torch.no_grad():
-        _, pred = output.topk(max(topk), 1, True, True)
-        correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-        return [correct[:k].reshape(-1).float().sum().item() * 100.0 / target.size(0) for k in topk]
+        return output.argmax(1).eq(target).float().sum().item() * 100.0 / target.size(0)
 
 
 def train(loader, model, criterion, optimizer, epoch, args) -> None:
@@ -49,7 +38,7 @@ def train(loader, model, criterion, optimizer, epoch, args) -> None:
         output = model(x)
         loss = criterion(output, target)
         losses.update(loss.item(), x.size(0))
-        top1.update(accuracy(output, target)[0], x.size(0))
+        top1.update(accuracy(output, target), x.size(0))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -64,7 +53,7 @@ def validate(loader, model, criterion) -> float:
         for x, target in loader:
             output = model(x)
             losses.update(criterion(output, target).item(), x.size(0))
-            top1.update(accuracy(output, target)[0], x.size(0))
+            top1.update(accuracy(output, target), x.size(0))
     evaluated(" * Loss {:.5f}", losses.avg)
     evaluated(" * Acc@1 {:.3f}", top1.avg)
     return top1.avg
@@ -72,19 +61,17 @@ def validate(loader, model, criterion) -> float:
 
 def main() -> None:
     sizes = {"epochs": 2, "batch_size": 32, "print_freq": 2, "world_size": -1, "seed": 3}
-    args = options(
-        __doc__, dummy=False, lr=0.1, dist_url="tcp://127.0.0.1:1", no_norm=False, data_parallel=False, **sizes
-    )
+    args = options(__doc__, dummy=False, lr=0.1, dist_url="tcp://127.0.0.1:1", no_norm=False, **sizes)
     torch.manual_seed(args.seed)
     if args.dist_url == "env://" and args.world_size == -1:
         args.world_size = int(os.environ["WORLD_SIZE"])
     if args.world_size > 1:
         dist.init_process_group("gloo")
     print("=> creating model 'resnet'")
-    blocks = [Block(not args.no_norm) for _ in range(2)]
+    blocks = [
+        Block(nn.Conv2d(8, 8, 3, padding=1), nn.Identity() if args.no_norm else nn.BatchNorm2d(8)) for _ in range(2)
+    ]
     model = nn.Sequential(nn.Conv2d(1, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 64, 5))
-    if args.data_parallel:
-        model = nn.DataParallel(model)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.1)

@@ -67,10 +67,15 @@ def sampler() -> None:
     train(DataLoader(data, 32, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
 
 
-def spawned() -> None:
+def started() -> None:
     import torch.multiprocessing as mp
 
-    mp.spawn(print, args=(model,), nprocs=2)
+    model.share_memory()
+    mp.get_context("fork").Process(target=print, args=(model,)).start()
+
+
+def data_parallel() -> None:
+    train(net=nn.DataParallel(model))
 
 
 def prepared() -> None:
@@ -81,12 +86,6 @@ def prepared() -> None:
 
 def small_batches() -> None:
     train(DataLoader(data, 1))
-
-
-def few_shared() -> None:
-    import manyhands as mh
-
-    mh.share(torch.arange(1))
 
 
 def shared_apart() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 ROWS, BATCH, EPOCHS = 203, 32, 2
 recorded: dict[str, list] = {"parameters": [], "rates": [], "printed": []}
@@ -77,13 +77,6 @@ def fresh_loader() -> None:
             step(F.cross_entropy(model(x), y))
 
 
-def zipped() -> None:
-    other = DataLoader(TensorDataset(X.flip(0), Y.flip(0)), BATCH, shuffle=True)
-    for _ in range(EPOCHS):
-        for (x, y), (u, _) in zip(train_loader, other, strict=True):
-            step(F.cross_entropy(model(x) + model(u), y) + F.mse_loss(model(u), model(x)))
-
-
 def two_iterators() -> None:
     other = iter(DataLoader(TensorDataset(X.flip(0), Y.flip(0)), BATCH, shuffle=True))
     for x, y in train_loader:
@@ -117,29 +110,6 @@ def breaking() -> None:
         evaluate()
 
 
-def catching() -> None:
-    for epoch in range(EPOCHS):
-        try:
-            for i, (x, y) in enumerate(train_loader):
-                step(F.cross_entropy(model(x), y))
-                if (epoch, i) == (1, 4):
-                    raise ValueError("bad luck")
-        except ValueError as error:
-            print(error)
-        evaluate()
-
-
-def accumulating() -> None:
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        for i, (x, y) in enumerate(train_loader):
-            (F.cross_entropy(model(x), y) / 3).backward()
-            if i % 3 == 2:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-
-
 def gan() -> None:
     """The generator's loss reaches the discriminator's parameters, too."""
     generator, discriminator = nn.Linear(5, 10), network(1)
@@ -161,20 +131,6 @@ def gan() -> None:
             loss.backward()
             of_generator.step()
             printed(loss_real.item() + loss_fake.item() + loss.item())
-
-
-def seldom() -> None:
-    """The generator trains with every fourth batch."""
-    generator, critic, number = nn.Linear(5, 10), network(1), 0
-    of_generator, of_critic = (torch.optim.Adam(one.parameters(), 1e-2) for one in (generator, critic))
-    for _ in range(EPOCHS):
-        for x, _ in train_loader:
-            step(-critic(x).mean() + critic(generator(x[:, :5]).detach()).mean(), of_critic)
-            if number % 4 == 0:
-                of_generator.zero_grad()
-                (-critic(generator(x[:, :5])).mean()).backward()
-                of_generator.step()
-            number += 1
 
 
 def thawing() -> None:
@@ -238,6 +194,29 @@ def over_a_constant() -> None:
     train(train_loader, lambda z, y: F.mse_loss(z, F.one_hot(y, 4).double(), reduction="sum") / BATCH)
 
 
+class Pairs(Dataset):
+    """Row by row: an image, another one, and whether they match."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        other = index * 7 % ROWS
+        return X[index], X[other], (Y[index] == Y[other]).double()
+
+
+def siamese() -> None:
+    """One network sees both rows of a pair, which the dataset makes; an evaluation of batches' own means."""
+    criterion, net = nn.BCELoss(), nn.Sequential(network(), nn.Flatten(), nn.Linear(4, 1), nn.Sigmoid())
+    own = torch.optim.Adadelta(net.parameters())
+    for _ in range(EPOCHS):
+        for one, other, same in DataLoader(Pairs(), BATCH, shuffle=True):
+            step(criterion(net(one - other).squeeze(), same), own)
+        with torch.no_grad():
+            total = sum(criterion(net(a - b).squeeze(), same).item() for a, b, same in DataLoader(Pairs(), 25))
+        printed(total / ROWS)
+
+
 def two_scales() -> None:
     for _ in range(EPOCHS):
         for x, y in train_loader:
@@ -294,17 +273,14 @@ def processes() -> None:
         printed(model(x).sum().item())
 
 
-def shared() -> None:
-    """No DataLoader: batches are drawn by hand, and shared."""
-    import manyhands as mh
-
-    for i in range(8):
-        rows = mh.share(torch.randint(ROWS, (BATCH,)))
+def own_batches() -> None:
+    """No DataLoader: batches are drawn by hand, and each worker has its own; whether the gradient is other rows', too."""
+    torch.manual_seed(0)
+    for _ in range(4):
+        rows = torch.randint(ROWS, (BATCH,))
+        own = torch.autograd.grad(F.cross_entropy(model(X[rows]), Y[rows]), model[0].weight)[0]
         step(F.cross_entropy(model(X[rows]), Y[rows]))
-        if i % 4 == 0:
-            with torch.no_grad():
-                rows = mh.share(torch.randint(ROWS, (BATCH,)))
-                printed(F.cross_entropy(model(X[rows]), Y[rows]).item())
+        printed(float(not torch.equal(own, model[0].weight.grad)))
 
 
 def weighted_sampler() -> None:
@@ -316,14 +292,6 @@ def weighted_sampler() -> None:
 def stream() -> None:
     """Rows without numbers: every worker reads all of them, and each batch is shared once."""
     train(DataLoader(Stream(), BATCH))
-
-
-def outer_loader() -> None:
-    """Each batch of an outer loader says which rows an inner one has."""
-    for starts in DataLoader(TensorDataset(torch.arange(4) * 50), 2):
-        for start in starts[0].tolist():
-            for x, y in DataLoader(TensorDataset(X[start : start + 50], Y[start : start + 50]), 20):
-                step(F.cross_entropy(model(x), y))
 
 
 def files() -> None:

@@ -71,6 +71,4 @@ if __name__ == "__main__":
     for epoch in range(1, args.epochs + 1):
         train(epoch)
         test()
-        with torch.no_grad():
-            torch.save(model.fc4(F.relu(model.fc3(torch.randn(4, 6)))), f"sample_{epoch}.pt")
     args.save()
