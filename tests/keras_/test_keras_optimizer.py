@@ -19,16 +19,10 @@ optimizers: Any = Lazy("manyhands.keras.optimizer")
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"learning_rate": 0.1}),
     "momentum": ("SGD", {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "clipnorm": 0.5}),
-    "adam": ("Adam", {"learning_rate": 0.01, "amsgrad": True}),
     "adamw": ("AdamW", {"learning_rate": 0.01, "global_clipnorm": 1.0}),
     "nadam": ("Nadam", {"learning_rate": 0.01}),
-    "adagrad": ("Adagrad", {"learning_rate": 0.1}),
-    "adadelta": ("Adadelta", {"learning_rate": 1.0}),
-    "adamax": ("Adamax", {"learning_rate": 0.01}),
     "rmsprop": ("RMSprop", {"learning_rate": 0.01, "momentum": 0.5, "centered": True}),
-    "lion": ("Lion", {"learning_rate": 0.01}),
     "ftrl": ("Ftrl", {"learning_rate": 0.1}),
-    "lamb": ("Lamb", {"learning_rate": 0.01}),
     "adafactor": ("Adafactor", {"learning_rate": 0.01}),
     "accumulating": ("Adam", {"learning_rate": 0.01, "gradient_accumulation_steps": 2}),
     "muon": ("Muon", {"learning_rate": 0.01}),
@@ -87,15 +81,14 @@ def test_it_steps_as_keras_does_and_goes_on_with_state_that_is_put_back(name: st
 
 
 def test_cleared_state_is_a_new_optimizers() -> None:
-    for name in ("adagrad", "nadam"):
-        replica, fresh = (replica_of(dense(optimizer=optimizer_of(name))) for _ in range(2))
-        stepped(replica, range(3))
-        replica.optimizer_state.reset()
-        replica.parameters.copy_(fresh.parameters)
-        stepped(replica, range(5, 7))
-        stepped(fresh, range(5, 7))
-        assert replica.parameters.equal(fresh.parameters), name
-        assert int(replica.model.keras.optimizer.iterations) == 2
+    replica, fresh = (replica_of(dense(optimizer=optimizer_of("nadam"))) for _ in range(2))
+    stepped(replica, range(3))
+    replica.optimizer_state.reset()
+    replica.parameters.copy_(fresh.parameters)
+    stepped(replica, range(5, 7))
+    stepped(fresh, range(5, 7))
+    assert replica.parameters.equal(fresh.parameters)
+    assert int(replica.model.keras.optimizer.iterations) == 2
 
 
 def test_state_has_keras_names_and_shares_its_memory() -> None:

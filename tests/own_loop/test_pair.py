@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-import manyhands as mh
 import plain
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.own_loop import backward_watch
@@ -231,30 +230,14 @@ def test_each_backward_has_a_weight_and_a_scale_of_its_own() -> None:
         assert_all_are(together(size, program), program(None))
 
 
-def test_what_was_stated_before_a_pair_was_prepared_counts_for_it() -> None:
-    def program(worker: Worker) -> Tensor:
-        session, model = Session(worker), seeded()
-        session.state_weight("sum")
-        model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["momentum"](model))
-        (plain.cross_entropy(model, plain.rows(4)) * 4).backward()
-        optimizer.step()
-        return plain.flat(model)
-
-    model = seeded()
-    optimizer = plain.OPTIMIZERS["momentum"](model)
-    (plain.cross_entropy(model, plain.rows(4)) * 8).backward()  # both workers' rows
-    optimizer.step()
-    assert_all_are(together(2, program), plain.flat(model), 1e-12)
-
-
 def test_a_step_of_weight_zero_changes_nothing() -> None:
     """CASE 27: NaN of zero tokens included; the gradient accumulated before it stays."""
 
     def program(worker: Worker) -> list[bool]:
         session, model = Session(worker), seeded()
+        session.state_weight(0)  # also before the pair is prepared
         model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["adamw"](model))
         before = plain.flat(model).clone()
-        session.state_weight(0)
         (model(plain.rows(4)[0]).sum() * float("nan")).backward()
         alone = all(p.grad is None for p in model.parameters())
         optimizer.step()
@@ -421,16 +404,6 @@ def test_an_optimizer_over_several_modules() -> None:
     assert torch.equal(*together(2, partial(program, wrap=list, strategy="local-sgd:period=3")))
 
 
-def test_what_is_no_module_or_not_all_of_them_is_refused() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    for modules in ([], [nn.Linear(1, 1), 3], {"a": nn.Linear(1, 1)}, "model"):
-        with pytest.raises(BadInput, match=r"must be an nn\.Module, or a list of several, not"):
-            mh.prepare(modules, optimizer)
-    encoder, _, optimizer = parts()
-    with pytest.raises(BadInput, match=r"prepare all modules together, mh\.prepare\(\[first, second\], optimizer\)"):
-        mh.prepare(encoder, optimizer)
-
-
 # -- modules that change, and what is refused ------------------------------------------------------------------------
 
 
@@ -465,17 +438,6 @@ def wrapped_afterwards(worker: Worker) -> None:
     optimizer.step()
 
 
-def moved(worker: Worker) -> None:
-    model, optimizer = prepared(worker, seeded())
-    model.float()
-    optimizer.step()
-
-
-def with_a_closure(worker: Worker) -> Any:
-    _, optimizer = prepared(worker, seeded())
-    return optimizer.step(lambda: torch.zeros(()))
-
-
 def stepped_inside_backward(worker: Worker) -> None:
     model, optimizer = prepared(worker, seeded())
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
@@ -497,8 +459,6 @@ def other_models(worker: Worker) -> None:
 def test_what_cannot_be_is_named() -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (wrapped_afterwards, Unsupported, "before training begins"),
-        (moved, Unsupported, "moved or replaced after training began: 0.weight"),
-        (with_a_closure, Unsupported, "closure"),
         (stepped_inside_backward, Unsupported, "inside backward"),
         (not_finite, ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
         (partial(not_finite, strategy="local-sgd"), ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
@@ -509,24 +469,23 @@ def test_what_cannot_be_is_named() -> None:
             together(2, program)
 
 
-def test_alone_a_closure_and_a_gradient_that_is_not_finite_are_as_in_a_plain_script() -> None:
-    assert with_a_closure(Worker()) == 0
+def test_alone_a_gradient_that_is_not_finite_is_as_in_a_plain_script() -> None:
     for strategy in ("allreduce", "local-sgd"):
         not_finite(Worker(), strategy)
 
 
 def test_what_prepare_does_not_take() -> None:
-    model, session = seeded(), Session(Worker())
-    rule = SGD(model)
-    for arguments, message in (
-        ((lambda: model, rule), "model must be an nn.Module"),
-        ((model, lambda m: rule), "optimizer must be a torch.optim.Optimizer"),
-        ((nn.DataParallel(model), rule), "leave the wrapper out"),
-        ((seeded(), rule), "4 trainable parameters not of the model"),
+    """Arguments of other types: tests/test_mistakes.py."""
+    encoder, _, optimizer = parts()
+    for model, message in (
+        (nn.DataParallel(encoder), "leave the wrapper out"),
+        (seeded(), "4 trainable parameters not of the model"),
+        (encoder, r"prepare all modules together, mh\.prepare\(\[first, second\], optimizer\)"),
+        *((modules, r"must be an nn\.Module, or a list of several, not") for modules in ([], [nn.Linear(1, 1), 3], {})),
     ):
         with pytest.raises(BadInput, match=message):
-            prepare_on(session, *arguments)
-    assert "step" not in vars(rule)
+            prepare_on(Session(Worker()), model, optimizer)
+    assert "step" not in vars(optimizer)
 
 
 def test_a_backward_that_failed_leaves_no_trace() -> None:

@@ -134,6 +134,7 @@ def test_three_lines_make_a_hand_drawn_batch_one_process() -> None:
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, False, False]
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer took a step")
 def test_one_order_for_all_and_dropout_for_each() -> None:
     """CASE 18: every row once a pass though each process was seeded apart; what the loop itself draws differs by rank."""
     (first, noise), (second, other_noise) = launch(draw, workers=2, engine=Sim())
@@ -153,41 +154,25 @@ def test_a_loader_that_draws_its_batches_gives_one_processs() -> None:
         assert several[0][1] == following, kind
 
 
-class Entropy:
-    """Gives each worker other batches."""
+class Entropy(IterableDataset[Tensor]):
+    """Gives each worker other rows."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        generator = np.random.default_rng()
-        return (torch.as_tensor(generator.random((4, 1), dtype=np.float32)) for _ in range(3))
+        return iter(torch.as_tensor(np.random.default_rng().random((12, 1), dtype=np.float32)))
 
 
-def train_on_entropy() -> None:
-    model: Any = nn.Linear(1, 1)
-    loader: Any = Entropy()
-    model, _, loader = mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    for x in loader:
-        model(x).sum().backward()
-
-
-def test_a_loader_that_gives_each_worker_other_batches_is_named() -> None:
-    """By `mh.train`, too."""
-    with pytest.raises(mh.BadInput, match="different batches"):
-        launch(train_on_entropy, workers=2, engine=Sim())
+def test_rows_that_differ_by_worker_are_named_by_mh_train() -> None:
+    """In a prepared loop: test_prepared_loader.py."""
     task = mh.Task(
         model=lambda: nn.Linear(1, 1),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda model, x: model(x).square().mean(),
-        train_data=DataLoader(EntropyRows(), batch_size=4),
+        train_data=DataLoader(Entropy(), batch_size=4),
         epochs=1,
     )
     for strategy in ("allreduce", "downpour"):
         with pytest.raises(mh.BadInput, match="different batches"):
             mh.train(task, workers=2, strategy=strategy, engine="sim")
-
-
-class EntropyRows(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return (row for batch in Entropy() for row in batch)
 
 
 @pytest.mark.parametrize("name", ["plain.py", pytest.param("gan.py", marks=pytest.mark.slow)])
@@ -245,18 +230,3 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert sorted(os.listdir(work)) == names
     assert_all_are([torch.load(work / name) for name in names], train_shuffled("adamw", prepare=False))
     wait_until(lambda: not list(tmp_path.rglob("*manyhands*")))
-
-
-def uneven() -> None:
-    model: Any = plain.mlp()
-    model, rule = mh.prepare(model, plain.OPTIMIZERS["sgd"](model))
-    if mh.is_first():
-        raise ZeroDivisionError("only here")
-    plain.cross_entropy(model, plain.rows(4)).backward()
-    rule.step()
-
-
-def test_an_error_on_one_worker_is_the_one_the_user_sees(local: Local) -> None:
-    """CASE 21: not that of the worker that waited in backward."""
-    with pytest.raises(mh.WorkerFailed, match="ZeroDivisionError: only here"):
-        launch(uneven, workers=2, engine=local)

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import shutil
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -160,14 +159,6 @@ def test_who_gets_past_is_named_once(view: View, work: Path, capfd: pytest.Captu
     output = capfd.readouterr().err
     assert output.count("/a with code that") == (0 if isinstance(view, FirstView) else 1)
     assert "/b with" not in output
-
-
-def test_a_module_that_has_its_own_name_for_open(view: View, work: Path) -> None:
-    with tarfile.open("a.tar", "w") as archive:
-        Path("b").write_text("b")
-        archive.add("b")
-    assert real(work) == (["a.tar", "b"] if isinstance(view, FirstView) else [])
-    assert sys.modules["posix"].open is not os.open
 
 
 def test_pickle_and_help_know_them_by_their_names(view: View) -> None:

@@ -41,18 +41,22 @@ def test_whence_a_file_is_read() -> None:
         assert source_of(own, first, passed) is expected, (own, first, passed)
 
 
-def test_a_path_is_a_ranks_own_once_the_first_has_passed_it_by() -> None:
+def test_a_path_is_a_ranks_own_once_the_first_has_passed_it_by_and_goes_to_its_place_or_beside_it() -> None:
     assert is_own(Changes(1, 1), NEVER, passed=True)
-    assert not is_own(Changes(1, 1), NEVER, passed=False)
-    assert not is_own(Changes(1, 1), Changes(1, 0), passed=True)
-    assert not is_own(Changes(1, 0), NEVER, passed=True)
-
-
-def test_destination() -> None:
-    assert destination("/a", 2, exists=False, taken=False, complete=False) == "/a"
-    assert destination("/a", 2, exists=True, taken=False, complete=True) == "/a"
-    assert destination("/a", 2, exists=True, taken=False, complete=False) == "/a.rank-2"
-    assert destination("/a", 2, exists=False, taken=True, complete=True) == "/a.rank-2"
+    for own, first, passed in (
+        (Changes(1, 1), NEVER, False),
+        (Changes(1, 1), Changes(1, 0), True),
+        (Changes(1, 0), NEVER, True),
+    ):
+        assert not is_own(own, first, passed=passed)
+    for exists, taken, complete in (
+        (False, False, False),
+        (True, False, True),
+        (True, False, False),
+        (False, True, True),
+    ):
+        place = "/a.rank-2" if taken or (exists and not complete) else "/a"
+        assert destination("/a", 2, exists=exists, taken=taken, complete=complete) == place
 
 
 def test_the_last_change_of_a_path_or_a_folder_above_governs() -> None:

@@ -65,26 +65,21 @@ def test_modules_of_the_user_and_the_libraries_they_name(tmp_path: Path, monkeyp
 
 
 def test_optimizers_and_schedules_say_their_hyperparameters() -> None:
-    model = plain.mlp()
+    model, schedules = plain.mlp(), torch.optim.lr_scheduler
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": torch.tensor(0.5)}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.99))
-    facts = fingerprint.of_optimizer(
-        optimizer,
-        torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-                torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.25),
-            ],
-            milestones=[5],
-        ),
-    )
-    assert facts["the optimizer"] == "AdamW"
-    assert facts["the optimizer's weight_decay"] == 0.01
-    assert facts["the optimizer's betas"] == [0.9, 0.99]
+    parts = [schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)), schedules.StepLR(optimizer, 3, gamma=0.25)]
+    facts = fingerprint.of_optimizer(optimizer, schedules.SequentialLR(optimizer, parts, milestones=[5]))
     assert len(facts["the optimizer's lr"]) == 2
-    assert (facts["the schedule"], facts["the schedule's part 1"]) == ("SequentialLR", "StepLR")
-    assert facts["the schedule's part 1's gamma"] == 0.25
+    for name, value in {
+        "the optimizer": "AdamW",
+        "the optimizer's weight_decay": 0.01,
+        "the optimizer's betas": [0.9, 0.99],
+        "the schedule": "SequentialLR",
+        "the schedule's part 1": "StepLR",
+        "the schedule's part 1's gamma": 0.25,
+    }.items():
+        assert facts[name] == value
     assert "the schedule's part 0's lr_lambdas" not in facts  # functions have addresses
 
 

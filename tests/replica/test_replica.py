@@ -37,9 +37,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["solo", "allreduce", "allreduce:overlap=true", "local-sgd:period=3", "local-sgd:period=end"]
-)
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce:overlap=true", "local-sgd:period=3"])
 def test_one_worker_is_a_plain_loop_bit_for_bit(strategy: str) -> None:
     """CASE 1: tied and frozen weights, parameters unused on some steps, optimizer state included."""
     cases = [(torch.float64, name) for name in plain.OPTIMIZERS] + [(torch.float32, "adamw")]
@@ -264,7 +262,7 @@ def test_an_own_gradient_is_computed_again_and_given_to_nobody() -> None:
     assert not replica.computes_finite((plain.rows(4)[0] * float("inf"), plain.rows(4)[1]))
 
 
-def test_each_dtype_has_a_shard() -> None:
+def test_each_dtype_has_a_shard_and_channels_last_weights_stay_so() -> None:
     """Whether it trains: tests/training/test_mixed_dtypes.py."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3).double(), nn.Linear(3, 1))
     replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
@@ -276,14 +274,16 @@ def test_each_dtype_has_a_shard() -> None:
     assert replica.layout.dtype == replica.parameters.joined().dtype == torch.float64
     for name, view in replica.named(replica.parameters.joined()).items():
         assert torch.equal(view, model.get_parameter(name).double())
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    replica = alone(model)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(replica.layout.unpadded(replica.parameters.joined()), plain.flat(model))
 
 
 def test_models_and_losses_that_cannot_be_trained_are_refused() -> None:
+    of_two_devices = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta"))
     for model, problem in (
-        (
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta")),
-            r"several devices.*cpu: 0\.weight.*meta: 1\.weight",
-        ),
+        (of_two_devices, r"several devices.*cpu: 0\.weight.*meta: 1\.weight"),
         (nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
         (nn.LazyLinear(2), "lazy"),
     ):
@@ -298,21 +298,11 @@ def test_models_and_losses_that_cannot_be_trained_are_refused() -> None:
             alone(plain.mlp(), loss).backward(plain.rows(4))
     with pytest.raises(Unsupported, match="weight has a sparse gradient"):
         alone(nn.Embedding(5, 2, sparse=True), lambda m, b: m(b).sum()).backward(torch.tensor([1, 2]))
-
-
-def test_moved_parameters_are_named() -> None:
-    replica = Replica.of(plain.mlp(), plain.OPTIMIZERS["sgd"], group=SoloGroup())
+    replica = alone(plain.mlp())
     replica.check()
     replica.model.load_state_dict({k: v.clone() for k, v in replica.model.state_dict().items()}, assign=True)
-    with pytest.raises(Unsupported, match=r"0\.weight"):
+    with pytest.raises(Unsupported, match=r"0\.weight"):  # which moved
         replica.check()
-
-
-def test_channels_last_weights_stay_channels_last() -> None:
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    replica = Replica.of(model, plain.OPTIMIZERS["sgd"], group=SoloGroup())
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(replica.layout.unpadded(replica.parameters.joined()), plain.flat(model))
 
 
 def test_bf16_mixed_trains_float32_weights() -> None:
