@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import plain
 from manyhands.engines.sim.driver_client import backward_in_turn
-from manyhands.own_loop import backward_watch, loss_graph
-from manyhands.own_loop.loss_graph import divisor_of, rows_meet, terms_of
+from manyhands.own_loop import backward_watch
+from manyhands.own_loop.loss_graph import Sum, divisor_of, is_mean, rows_meet, terms_of
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
@@ -32,8 +32,12 @@ Loss = Callable[[Tensor], Tensor]
 SUMS: dict[str, Loss] = {
     "criterion": lambda z: nn.CrossEntropyLoss(reduction="sum")(z, LABELS),
     "class weights": lambda z: F.cross_entropy(z, LABELS, torch.rand(3), reduction="sum"),
+    "soft targets": lambda z: F.cross_entropy(z, TARGETS, reduction="sum"),
     "mse": lambda z: F.mse_loss(z, TARGETS, reduction="sum"),
     "by hand": lambda z: (z - TARGETS).square().sum(),
+    "half of squares": lambda z: 0.5 * ((z - TARGETS) ** 2).sum(),
+    "of rows' means": lambda z: F.mse_loss(z, TARGETS, reduction="none").mean(1).sum(),
+    "over tokens": lambda z: z.reshape(-1).exp().sum(),
     "vae": lambda z: F.binary_cross_entropy_with_logits(z, TARGETS, reduction="sum") - 0.5 * torch.sum(1 + z - z.exp()),
     "with a penalty": lambda z: F.nll_loss(z, LABELS, reduction="sum") + 1e-3 * LINEAR.weight.square().sum(),
     "beside a mean": lambda z: F.mse_loss(z, TARGETS) + z.square().sum(),
@@ -47,6 +51,8 @@ MEANS: dict[str, Loss] = {
     "over tokens that count": lambda z: (z * (TARGETS > 0.5)).sum() / (TARGETS > 0.5).sum(),
     "batchmean": lambda z: F.kl_div(z, TARGETS, reduction="batchmean"),
     "features of the mean": lambda z: torch.cat([z] * 8, 1).square().mean(0).sum(),
+    "features of the mean, from behind": lambda z: torch.cat([z] * 8, 1).square().mean(-2).sum(),
+    "rows apart": lambda z: F.mse_loss(z, TARGETS, reduction="none"),
     "penalties": lambda z: F.mse_loss(z, TARGETS) + sum(p.abs().sum() for p in LINEAR.parameters()),
     "a penalty of as many rows": lambda z: F.mse_loss(z, TARGETS) + AS_MANY.square().sum(),
     "tasks": lambda z: torch.stack([z[:, i].mean() for i in (0, 1, 2, 0, 1, 2, 0, 1)]).sum(),
@@ -72,9 +78,10 @@ def test_means() -> None:
     for losses, scales in ((SUMS, expected), (MEANS, dict.fromkeys(MEANS, False)), (COINCIDENCES, {})):
         for name, loss in losses.items():
             assert terms_of(loss(output())).scale(ROWS) is scales.get(name), name
+            assert is_mean(loss(output())) is (losses is MEANS and name in ("criterion", "by hand")), name
     long = sum((output().mean() for _ in range(3000)), torch.zeros(()))
     assert terms_of(long).scale(ROWS) is False
-    assert not loss_graph.Sum("Sum", 2).over(2)  # few rows are no evidence
+    assert [Sum("Sum", rows).over(rows) for rows in (2, 3)] == [False, True]  # few rows are no evidence
 
 
 MEETINGS: dict[str, Loss] = {

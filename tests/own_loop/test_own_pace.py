@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 import plain
 from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.strategies import server_strategy
@@ -215,6 +216,26 @@ def test_a_loader_that_trains_nothing_leaves_the_center_in_place() -> None:
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_within_a_pass_are_the_steps_of_what_all_have_had() -> None:
+    progress, rule = PassProgress(parts=2), torch.optim.SGD(seeded().parameters(), lr=1.0)
+    scheduler, schedule = ExponentialLR(rule, 0.5), OwnPaceSchedule(lambda: progress)
+    schedule.bind(scheduler)
+    rule.step()
+    reached = []
+    for progress.own, progress.handed in ((2, 4), (4, 9), (5, 16), (9, 16)):
+        scheduler.step()
+        reached.append(scheduler.last_epoch)
+    assert reached == [1, 2, 4, 4]
+    progress.own = 0
+    scheduler.step()
+    assert scheduler.last_epoch == 4
+    scheduler.__class__._schedule._under_way = lambda: None
+    schedule.end_pass(6)
+    assert (scheduler.last_epoch, schedule.calls) == (6, 0)
+    scheduler.step()
+    assert scheduler.last_epoch == 7
 
 
 def scheduled(worker: Worker, make: Any, rate: float = 0.01) -> Any:

@@ -66,7 +66,7 @@ def test_own_batches(refused: dict[str, Ran]) -> None:
     """Each worker draws its own: the batch is N times as large, and models stay equal. A loader does not go with it."""
     ran = refused["own_batches"]
     assert not ran.error, ran.said
-    assert ran.dump["printed"][1::2] == [1.0] * 4
+    assert ran.dump["printed"][-1] == 1.0
     error = refused["own_loader"].error
     assert "BadInput: refused.py, line " in error
     assert "--own-batches is for a loop that draws its batches itself, and the DataLoader of refused.py:" in error
