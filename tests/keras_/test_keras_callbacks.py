@@ -14,17 +14,18 @@ from keras_models import SEED, Lazy, apart, dense, keras, rows, values
 import manyhands as mh
 
 module: Any = Lazy("manyhands.keras.callbacks")
+HOW: dict[str, Any] = {"batch_size": 16, "epochs": 5, "shuffle": False}
 
 
 def trained(*callbacks: Any) -> tuple[Any, mh.Run]:
     x, y = rows()
-    model, fields = dense(), {"batch_size": 16, "epochs": 5, "shuffle": False, "validation_data": (x[:20], y[:20])}
+    model, fields = dense(), HOW | {"validation_data": (x[:20], y[:20])}
     return model, mh.train(mh.keras.task(model, x, y, callbacks=callbacks, seed=SEED, **fields), workers=1)
 
 
 def fitted(*callbacks: Any) -> Any:
     x, y = rows()
-    model, fields = dense(), {"batch_size": 16, "epochs": 5, "shuffle": False, "validation_data": (x[:20], y[:20])}
+    model, fields = dense(), HOW | {"validation_data": (x[:20], y[:20])}
     model.fit(x, y, callbacks=list(callbacks), verbose=0, **fields)
     return model
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import tqdm
 
 from manyhands.own_loop import rank_zero
-from manyhands.worker import Worker, current, set_current
+from manyhands.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -59,30 +58,3 @@ def test_bars_and_trackers_are_off_on_other_ranks(capsys: pytest.CaptureFixture[
     assert list(tqdm.tqdm(range(2), desc="bar", disable=False)) == [0, 1]
     assert "bar" in capsys.readouterr().err
     sys.stdout.close()
-
-
-def test_ranks_that_take_turns_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def script(worker: Worker) -> None:
-        text = str(worker.rank)
-        print("I am", text)
-        for name in ("all", f"own-{text}"):
-            (tmp_path / name).write_text(text)
-            first_was_here = name == "all" and worker.rank == 2
-            assert (tmp_path / name).read_text() == ("0" if first_was_here else text)
-
-    before = current()
-    with rank_zero.only_first_speaks(3):
-        for rank in (1, 0, 2):
-            set_current(worker := Worker(rank=rank, size=3))
-            script(worker)
-            set_current(before)
-        (tmp_path / "nobody").touch()
-    print("heard")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "all": "0",
-        "nobody": "",
-        **{f"own-{rank}": str(rank) for rank in range(3)},
-    }
-    result = capsys.readouterr()
-    assert result.out == "I am 0\nheard\n"
-    assert result.err.count("writes its files to") == 2

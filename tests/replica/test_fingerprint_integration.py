@@ -42,7 +42,7 @@ task = mh.Task(model=model, loss=loss, optimizer=optimizer, train_data="rows.npz
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_differs_on_a_joined_host_is_named_before_training(
     script: Callable[..., Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

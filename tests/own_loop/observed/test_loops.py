@@ -89,13 +89,6 @@ def test_a_backward_that_does_not_come_again_is_not_waited_for_without_end() -> 
     assert deals == [PassDeal.PROBE] * (UNSEEN + 1) + [PassDeal.SLICE] * 2  # the other backward began anew
 
 
-def test_a_backward_without_a_batch_is_of_none() -> None:
-    loops = Loops()
-    assert loops.backward(LINE) is None
-    loops.fetched(loops.iterated(TRAIN), autograd=False)
-    assert loops.backward(LINE) is None
-
-
 PLACES = [TRAIN, TEST, OTHER, Site("train.py", 40, 4)]
 KINDS = {"iterate": 3, "fetch": 5, "fetch without autograd": 5, "backward": 2, "end": 5}  # with the largest number
 EVENTS = st.lists(

@@ -65,16 +65,23 @@ def step(loss: Tensor, by: torch.optim.Optimizer | None = None) -> None:
     printed(loss.item())
 
 
-def train(loader: DataLoader, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> None:
-    for _ in range(EPOCHS):
+def train(
+    loader: DataLoader = train_loader,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    epochs: int = EPOCHS,
+    after_batch: Callable[[], object] = lambda: None,
+    after_epoch: Callable[[], object] = lambda: None,
+) -> None:
+    for _ in range(epochs):
         for x, y in loader:
             step(loss(model(x), y))
+            after_batch()
+        after_epoch()
 
 
 def fresh_loader() -> None:
     for _ in range(EPOCHS):
-        for x, y in DataLoader(data, BATCH, shuffle=True):
-            step(F.cross_entropy(model(x), y))
+        train(DataLoader(data, BATCH, shuffle=True), epochs=1)
 
 
 def two_iterators() -> None:
@@ -148,32 +155,21 @@ def thawing() -> None:
 
 
 def step_lr() -> None:
-    schedule = StepLR(optimizer, 1, gamma=0.7)
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(F.cross_entropy(model(x), y))
-        schedule.step()
+    train(after_epoch=StepLR(optimizer, 1, gamma=0.7).step)
 
 
 def one_cycle() -> None:
-    schedule = OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train_loader))
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(F.cross_entropy(model(x), y))
-            schedule.step()
+    train(after_batch=OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train_loader)).step)
 
 
 def plateau() -> None:
     schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-    for _ in range(EPOCHS + 1):
-        for x, y in train_loader:
-            step(F.cross_entropy(model(x), y))
-        schedule.step(evaluate())
+    train(epochs=EPOCHS + 1, after_epoch=lambda: schedule.step(evaluate()))
 
 
 def class_weights() -> None:
     criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0]))
-    train(train_loader, lambda z, y: criterion(z, torch.where(y == 1, -100, y)))
+    train(loss=lambda z, y: criterion(z, torch.where(y == 1, -100, y)))
 
 
 def tokens() -> None:
@@ -187,11 +183,11 @@ def tokens() -> None:
 
 
 def summed() -> None:
-    train(train_loader, lambda z, y: F.cross_entropy(z, y, reduction="sum"))
+    train(loss=lambda z, y: F.cross_entropy(z, y, reduction="sum"))
 
 
 def over_a_constant() -> None:
-    train(train_loader, lambda z, y: F.mse_loss(z, F.one_hot(y, 4).double(), reduction="sum") / BATCH)
+    train(loss=lambda z, y: F.mse_loss(z, F.one_hot(y, 4).double(), reduction="sum") / BATCH)
 
 
 class Pairs(Dataset):
@@ -256,19 +252,18 @@ def ahead() -> None:
 def averaging() -> None:
     """An average of the models so far."""
     average = copy.deepcopy(model)
-    for _ in range(EPOCHS):
-        for x, y in train_loader:
-            step(F.cross_entropy(model(x), y))
-            with torch.no_grad():
-                for a, p in zip(average.parameters(), model.parameters(), strict=True):
-                    a.lerp_(p, 0.1)
+
+    @torch.no_grad()
+    def update() -> None:
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.lerp_(p, 0.1)
+
+    train(after_batch=update)
     recorded["parameters"].append(torch.cat([p.detach().reshape(-1) for p in average.parameters()]))
 
 
 def processes() -> None:
-    for _ in range(EPOCHS):
-        for x, y in DataLoader(data, BATCH, shuffle=True, num_workers=1):
-            step(F.cross_entropy(model(x), y))
+    train(DataLoader(data, BATCH, shuffle=True, num_workers=1))
     for x, _ in DataLoader(held_out, 25, num_workers=1):
         printed(model(x).sum().item())
 
