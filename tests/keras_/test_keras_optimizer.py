@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("SGD", {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "clipnorm": 0.5}),
     "adamw": ("AdamW", {"learning_rate": 0.01, "global_clipnorm": 1.0}),
     "nadam": ("Nadam", {"learning_rate": 0.01}),
+    "adagrad": ("Adagrad", {"learning_rate": 0.1}),
     "rmsprop": ("RMSprop", {"learning_rate": 0.01, "momentum": 0.5, "centered": True}),
     "ftrl": ("Ftrl", {"learning_rate": 0.1}),
     "adafactor": ("Adafactor", {"learning_rate": 0.01}),
@@ -81,14 +82,15 @@ def test_it_steps_as_keras_does_and_goes_on_with_state_that_is_put_back(name: st
 
 
 def test_cleared_state_is_a_new_optimizers() -> None:
-    replica, fresh = (replica_of(dense(optimizer=optimizer_of("nadam"))) for _ in range(2))
-    stepped(replica, range(3))
-    replica.optimizer_state.reset()
-    replica.parameters.copy_(fresh.parameters)
-    stepped(replica, range(5, 7))
-    stepped(fresh, range(5, 7))
-    assert replica.parameters.equal(fresh.parameters)
-    assert int(replica.model.keras.optimizer.iterations) == 2
+    for name in ("adagrad", "nadam"):
+        replica, fresh = (replica_of(dense(optimizer=optimizer_of(name))) for _ in range(2))
+        stepped(replica, range(3))
+        replica.optimizer_state.reset()
+        replica.parameters.copy_(fresh.parameters)
+        stepped(replica, range(5, 7))
+        stepped(fresh, range(5, 7))
+        assert replica.parameters.equal(fresh.parameters), name
+        assert int(replica.model.keras.optimizer.iterations) == 2
 
 
 def test_state_has_keras_names_and_shares_its_memory() -> None:

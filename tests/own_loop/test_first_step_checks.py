@@ -82,9 +82,18 @@ def accumulated(session: Session, model: nn.Module, optimizer: torch.optim.Optim
     optimizer.step()
 
 
-def own_rows(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def steps(
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    factor: float = 1.0,
+    apart: bool = False,
+    **weights: float,
+) -> None:
     for _ in range(3):
-        step(model, optimizer, own_rows_of(session))
+        if (own := f"rank_{session.worker.rank}") in weights:
+            session.state_weight(weights[own])
+        step(model, optimizer, own_rows_of(session) if apart else slice(12), factor)
 
 
 def of_a_loader(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
@@ -95,40 +104,22 @@ def of_a_loader(session: Session, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.step()
 
 
-def zeros(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        step(model, optimizer, factor=0.0)
-
-
-def deliberate(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        session.state_weight(1)
-        step(model, optimizer)
-
-
-def one_without_weight(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
-        if session.worker.rank:
-            session.state_weight(0)
-        step(model, optimizer)
-
-
 LAWFUL = {
     "accumulated": accumulated,
-    "own rows": own_rows,
+    "own rows": partial(steps, apart=True),
     "equal rows of a loader": partial(of_a_loader, batches=[(X[:1].expand(12, -1), Y[:1].expand(12))]),
     "a stand-in, of weight 0": partial(of_a_loader, batches=[(X[:1], Y[:1])] * 3),
-    "zeros": zeros,
-    "deliberate": deliberate,
-    "one without weight": one_without_weight,
+    "zeros": partial(steps, factor=0.0),
+    "deliberate": partial(steps, rank_0=1, rank_1=1),
+    "one without weight": partial(steps, rank_1=0),
 }
 
 
 def test_lawful_equality_is_no_warning() -> None:
     for name, loop in LAWFUL.items():
         assert not warned(loop), name
-    assert not warned(own_rows, "local-sgd:period=2")
-    assert not warned(zeros, "local-sgd:period=2")
+    for name in ("own rows", "zeros"):
+        assert not warned(LAWFUL[name], "local-sgd:period=2"), name
 
 
 def test_later_steps_are_not_compared() -> None:

@@ -140,11 +140,21 @@ def test_the_ks_write_is_read_from_the_first_once_it_is_closed(ranks: Ranks, cap
     assert ranks.end() == {"a": "first 2"}
 
 
-def test_nobody_waits_for_a_write_that_the_first_has_passed_by(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dead", [False, True])
+def test_nobody_waits_for_a_write_that_the_first_has_passed_by_nor_for_a_dead_first(
+    ranks: Ranks, dead: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     ranks.write(ranks.others[0], "a", "own")
-    ranks.first.turn()
+    if dead:
+        assert ranks.alive is not None
+        os.close(ranks.alive)
+        ranks.alive = None
+    else:
+        ranks.first.turn()
     assert ranks.read(ranks.others[0], "a") == "own"
     assert "waited" not in capfd.readouterr().err
+    ranks.others[0].turn()
+    ranks.end()
 
 
 def test_what_is_own_goes_to_its_place_at_the_next_collective(ranks: Ranks) -> None:
@@ -167,11 +177,8 @@ def test_what_is_own_goes_to_its_place_at_the_next_collective(ranks: Ranks) -> N
 
 
 def test_a_trackers_file_is_the_firsts_alone(ranks: Ranks) -> None:
-    for view, name in (
-        (ranks.first, "events.out.tfevents.1.host.7"),
-        (ranks.others[0], "events.out.tfevents.1.host.8"),
-    ):
-        ranks.write(view, name, "x")
+    for view, number in ((ranks.first, 7), (ranks.others[0], 8)):
+        ranks.write(view, f"events.out.tfevents.1.host.{number}", "x")
     ranks.turn()
     assert ranks.end() == {"events.out.tfevents.1.host.7": "x"}
 
@@ -278,13 +285,3 @@ def test_what_only_this_rank_knows_is_moved_to_its_copy(ranks: Ranks) -> None:
     other.rename(ranks.path("private"), ranks.path("whole"))
     assert not os.path.exists(ranks.path("whole"))
     assert ranks.end() == {"whole": "x"}
-
-
-def test_a_dead_first_rank_is_not_waited_for(ranks: Ranks) -> None:
-    assert ranks.alive is not None
-    os.close(ranks.alive)
-    ranks.alive = None
-    ranks.write(ranks.others[0], "a", "own")
-    assert ranks.read(ranks.others[0], "a") == "own"
-    ranks.others[0].turn()
-    ranks.end()

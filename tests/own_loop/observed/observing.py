@@ -70,10 +70,12 @@ def run_one(program: Program, folder: Path, observed: bool) -> Ran:
         if str(SCRIPTS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
     ran.output, ran.said = out.getvalue(), err.getvalue()
+    if dump.is_file():
+        ran.dump = torch.load(dump, weights_only=False)
     return ran
 
 
-def _on_worker(programs: Sequence[Program], root: str) -> list[Ran]:
+def _on_worker(programs: Sequence[Program], root: Path) -> list[Ran]:
     worker = current()
     assert worker is not None
     found = []
@@ -81,19 +83,15 @@ def _on_worker(programs: Sequence[Program], root: str) -> list[Ran]:
         torch.manual_seed(1000 + number * worker.size + worker.rank)  # a script that sets no seed draws its own
         worker.prepared = None
         gc.collect()  # models of the script before are none of this one's
-        folder = Path(root) / str(number) / (f"rank-{worker.rank}" if worker.rank else "first")
-        ran = run_one(program, folder, observed=True)
-        if worker.rank == 0 and (folder / "dump.pt").is_file():
-            ran.dump = torch.load(folder / "dump.pt", weights_only=False)
-        found.append(ran)
-    return found
+        folder = root / str(number) / (f"rank-{worker.rank}" if worker.rank else "first")
+        found.append(run_one(program, folder, observed=True))
+    return found if worker.rank == 0 else []
 
 
 def on_workers(size: int, programs: Sequence[Program], root: Path, served: str | None = None) -> list[Ran]:
     """Worker 0's runs of these scripts, one after the other. served: a strategy whose server is started with the workers."""
-    found: list[list[Ran]] = launch(
-        _on_worker, programs, str(root), workers=size, strategy=served, engine="local", threads_per_worker=1
-    )
+    how: dict[str, Any] = {"strategy": served, "engine": "local", "threads_per_worker": 1}
+    found: list[list[Ran]] = launch(_on_worker, programs, root, workers=size, **how)
     return found[0]
 
 
@@ -102,9 +100,5 @@ def alone(programs: Sequence[Program], root: Path) -> list[Ran]:
     found = []
     for number, program in enumerate(programs):
         torch.manual_seed(1000 + number)
-        folder = root / str(number)
-        ran = run_one(program, folder, observed=False)
-        if (folder / "dump.pt").is_file():
-            ran.dump = torch.load(folder / "dump.pt", weights_only=False)
-        found.append(ran)
+        found.append(run_one(program, root / str(number), observed=False))
     return found

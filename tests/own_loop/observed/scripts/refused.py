@@ -31,10 +31,6 @@ def no_loader() -> None:
     F.cross_entropy(model(X[rows]), Y[rows]).backward()
 
 
-def own_loader() -> None:
-    train()
-
-
 def closure() -> None:
     for x, y in loader:
 
@@ -47,26 +43,6 @@ def closure() -> None:
         optimizer.step(evaluate)
 
 
-def contrast() -> None:
-    train(loss=lambda z, y: F.cross_entropy(z @ z.T, torch.arange(len(z))))
-
-
-def contrast_with_constant_keys() -> None:
-    train(loss=lambda z, y: F.cross_entropy(z @ z.detach().T, torch.arange(len(z))))
-
-
-def normalized_over_the_batch() -> None:
-    train(loss=lambda z, y: F.cross_entropy(z / z.norm(dim=0), y))
-
-
-def penalized_sum() -> None:
-    train(loss=lambda z, y: F.cross_entropy(z, y, reduction="sum") + model.weight.square().sum())
-
-
-def sampler() -> None:
-    train(DataLoader(data, 32, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
-
-
 def started() -> None:
     import torch.multiprocessing as mp
 
@@ -74,18 +50,10 @@ def started() -> None:
     mp.get_context("fork").Process(target=print, args=(model,)).start()
 
 
-def data_parallel() -> None:
-    train(net=nn.DataParallel(model))
-
-
 def prepared() -> None:
     import manyhands as mh
 
     mh.prepare(model, optimizer, loader)
-
-
-def small_batches() -> None:
-    train(DataLoader(data, 1))
 
 
 def shared_apart() -> None:
@@ -139,21 +107,30 @@ def no_optimizer() -> None:
             p.data.add_(p.grad, alpha=-0.1)
 
 
-def drift() -> None:
-    """A parameter is changed by hand, on each worker by its own rows."""
-    train(after=lambda x: model.bias.add_(x.mean()))
-
-
 def drifting_average() -> None:
     average = nn.Linear(10, 4)
     for _ in range(2):
         train(after=lambda x: average.bias.add_(x.mean()))
 
 
-def one_batch_size() -> None:
-    train(net=lambda x: model(x.view(32, 10)))
+TRAININGS = {
+    "own_loader": lambda: train(),
+    "contrast": lambda: train(loss=lambda z, y: F.cross_entropy(z @ z.T, torch.arange(len(z)))),
+    "contrast_with_constant_keys": lambda: train(
+        loss=lambda z, y: F.cross_entropy(z @ z.detach().T, torch.arange(len(z)))
+    ),
+    "normalized_over_the_batch": lambda: train(loss=lambda z, y: F.cross_entropy(z / z.norm(dim=0), y)),
+    "penalized_sum": lambda: train(
+        loss=lambda z, y: F.cross_entropy(z, y, reduction="sum") + model.weight.square().sum()
+    ),
+    "sampler": lambda: train(DataLoader(data, 32, sampler=DistributedSampler(data, num_replicas=1, rank=0))),
+    "data_parallel": lambda: train(net=nn.DataParallel(model)),
+    "small_batches": lambda: train(DataLoader(data, 1)),
+    "drift": lambda: train(after=lambda x: model.bias.add_(x.mean())),  # each worker by its own rows
+    "one_batch_size": lambda: train(net=lambda x: model(x.view(32, 10))),
+}
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    (TRAININGS | globals())[sys.argv[1]]()
     print("trained")
