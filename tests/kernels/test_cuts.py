@@ -9,14 +9,8 @@ import pytest
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from refusals import refused
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """numba takes a second to import."""
-    global Cuts, project, reference_step
-    from manyhands.kernels.cuts import Cuts, project, reference_step
 
 
 def edges(n: int = 30, nodes: int = 12) -> dict[str, Any]:
@@ -26,14 +20,16 @@ def edges(n: int = 30, nodes: int = 12) -> dict[str, Any]:
 
 
 def test_conformance() -> None:
+    from manyhands.kernels.cuts import reference_step
+
     for classes in (2, 5):
-        kernel = Cuts(known=[0, 1, *[-1] * 10], classes=classes, dtype="float64")
+        kernel = kernels.Cuts(known=[0, 1, *[-1] * 10], classes=classes, dtype="float64")
         conforms(kernel=kernel, batch=edges(), reference=reference_step, rate=0.03)
 
 
 def test_a_step_by_hand() -> None:
     """x_0 = (1, 0) is known, x_1 = (1/2, 1/2) moves by rate · weight toward it: (.5 + .1, .5 - .1)."""
-    kernel = Cuts(known=[0, -1], dtype="float64")
+    kernel = kernels.Cuts(known=[0, -1], dtype="float64")
     rows = kernel.module(0).tables()
     batch = kernel.prepare({"nodes": np.array([0]), "others": np.array([1]), "weights": np.array([2.0])}, 0)
     assert kernel.step(rows, batch, 0.05) == pytest.approx(2.0 * (0.5 + 0.5))
@@ -44,6 +40,8 @@ def test_a_step_by_hand() -> None:
 
 
 def test_a_projection_is_the_nearest_point_of_the_simplex() -> None:
+    from manyhands.kernels.cuts import project
+
     points = np.array([[0.2, 0.3, 0.5], [2.0, 0.0, 0.0], [0.6, 0.6, -3.0], [0.0, 0.0, 0.0]])
     for row in range(4):
         project(points, row, 3, np.empty(3))
@@ -62,7 +60,7 @@ def test_planted_classes_are_found_from_a_few_known_nodes() -> None:
     weights = np.where(planted[u] == planted[v], 1.0, 0.05)
     known = np.where(np.arange(nodes) < 30, planted, -1)
     run = mh.train(
-        kernel=Cuts(known=known, classes=classes),
+        kernel=kernels.Cuts(known=known, classes=classes),
         rate=0.05,
         rate_decay=0.8,
         train_data={"nodes": u, "others": v, "weights": weights},
@@ -84,4 +82,4 @@ def test_what_cannot_be_is_refused() -> None:
         ({"known": []}, "class"),
         ({"known": [0], "classes": 1}, "classes"),
     ]:
-        refused(words, lambda fields: Cuts(**fields), fields)
+        refused(words, lambda fields: kernels.Cuts(**fields), fields)

@@ -11,6 +11,7 @@ import torch
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from refusals import refused
 
 BATCH = {
@@ -20,26 +21,21 @@ BATCH = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """numba takes a second to import."""
-    global Factors, reference_step
-    from manyhands.kernels.factors import Factors, reference_step
-
-
 def test_it_is_a_kernel() -> None:
+    from manyhands.kernels.factors import reference_step
+
     for options in (
         {"users": 8, "items": 6, "rank": 5, "mean": 3.2, "scale": 1.3, "ridge": 0.07},
         {"users": 8, "items": 6, "rank": 4, "mean": 3.2, "scale": 0.8, "ridge": 0.02, "biases": False},
         {"users": 7, "items": 5, "rank": 1},
     ):
-        conforms(kernel=Factors(dtype="float64", **options), batch=BATCH, reference=reference_step)
+        conforms(kernel=kernels.Factors(dtype="float64", **options), batch=BATCH, reference=reference_step)
 
 
 def test_one_rating_by_hand() -> None:
     """mean 3, scale 2, ridge .1, rate .5; p = 2, q = .5, b = .2, c = -.1. A rating of 6 is 1.5 in units of the scale;
     1.1 is predicted, so the error is .4."""
-    kernel = Factors(users=1, items=1, rank=1, mean=3, scale=2, ridge=0.1, dtype="float64")
+    kernel = kernels.Factors(users=1, items=1, rank=1, mean=3, scale=2, ridge=0.1, dtype="float64")
     rows = {
         "users": np.array([[2.0]]),
         "items": np.array([[0.5]]),
@@ -61,7 +57,7 @@ def test_one_rating_by_hand() -> None:
 
 
 def test_the_sum_of_a_row_takes_the_mean_over_its_factors() -> None:
-    kernel = Factors(users=1, items=1, rank=2, ridge=0, biases=False, dtype="float64")
+    kernel = kernels.Factors(users=1, items=1, rank=2, ridge=0, biases=False, dtype="float64")
     rows = {"users": np.array([[1.0, 2.0]]), "items": np.array([[3.0, 4.0]])}
     rows |= {"user_sums": np.ones((1, 2)), "item_sums": np.ones((1, 2))}
     kernel.step(rows, kernel.prepare({"users": [0], "items": [0], "ratings": [13.0]}, 0), 0.1)
@@ -70,7 +66,7 @@ def test_the_sum_of_a_row_takes_the_mean_over_its_factors() -> None:
 
 
 def test_the_root_is_of_the_mean_over_all_batches() -> None:
-    kernel = Factors(users=1, items=1, rank=1, dtype="float64")
+    kernel = kernels.Factors(users=1, items=1, rank=1, dtype="float64")
     rows = kernel.module(0).tables()
     for table in rows.values():
         table[:] = 0
@@ -81,7 +77,8 @@ def test_the_root_is_of_the_mean_over_all_batches() -> None:
     assert one.result(one.sums + other.sums) == {"rmse": pytest.approx(math.sqrt(3))}
 
 
-def planted(random: np.random.Generator, users: int = 60, items: int = 50, rank: int = 3) -> dict[str, Any]:
+def planted(users: int = 60, items: int = 50, rank: int = 3) -> dict[str, Any]:
+    random = np.random.default_rng(0)
     p, q = random.normal(size=(users, rank)), random.normal(size=(items, rank))
     b, c = random.normal(size=users), random.normal(size=items)
     u, i = random.integers(users, size=6_000), random.integers(items, size=6_000)
@@ -89,24 +86,17 @@ def planted(random: np.random.Generator, users: int = 60, items: int = 50, rank:
 
 
 def test_planted_factors_are_found() -> None:
-    data = planted(np.random.default_rng(0))
+    data = planted()
     train, test = ({name: column[part] for name, column in data.items()} for part in (slice(5_400), slice(5_400, None)))
-    kernel = Factors(users=60, items=50, rank=6, ridge=0.005, mean=float(train["ratings"].mean()))
-    run = mh.train(
-        kernel=kernel,
-        rate=0.2,
-        train_data=train,
-        test_data=test,
-        batch_size=900,
-        epochs=40,
-        strategy="solo",
-    )
+    kernel = kernels.Factors(users=60, items=50, rank=6, ridge=0.005, mean=float(train["ratings"].mean()))
+    task = mh.Task(kernel=kernel, rate=0.2, train_data=train, test_data=test, batch_size=900, epochs=40)
+    run = mh.train(task, strategy="solo")
     assert run.metrics["test_rmse"] < 0.1 < 2 < data["ratings"].std()
     assert run.metrics["test_rmse"] == pytest.approx(math.sqrt(run.metrics["test_loss"]), rel=1e-6)
 
 
 def test_what_is_refused() -> None:
-    kernel = Factors(users=8, items=6, rank=5)
+    kernel = kernels.Factors(users=8, items=6, rank=5)
     for change, words in [
         ({"users": [8]}, "field 'users' must be from 0 to 7"),
         ({"items": [-1]}, "field 'items' must be from 0 to 5.* got -1"),
@@ -118,4 +108,4 @@ def test_what_is_refused() -> None:
         refused(words, kernel.prepare, given, 0)
     wrong = [("users", 0), ("items", 2.5), ("rank", 0), ("scale", 0), ("ridge", -1), ("mean", math.nan), ("mean", "3")]
     for name, value in wrong:
-        refused(name, lambda name, value: Factors(**{"users": 3, "items": 3} | {name: value}), name, value)
+        refused(name, lambda name, value: kernels.Factors(**{"users": 3, "items": 3} | {name: value}), name, value)

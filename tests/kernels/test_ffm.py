@@ -7,17 +7,11 @@ import pytest
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from manyhands.data.csr import Csr
 from refusals import refused
 
 FIELDS, PER_FIELD = 5, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """numba takes a second to import."""
-    global FFM, reference_step
-    from manyhands.kernels.ffm import FFM, reference_step
 
 
 def clicks(rows, seed=0, missing=0.0, repeated=0.0, binary=False):
@@ -39,11 +33,15 @@ def clicks(rows, seed=0, missing=0.0, repeated=0.0, binary=False):
 
 
 def kernel(**options):
-    return FFM(**{"features": FIELDS * PER_FIELD + 1, "fields": FIELDS, "dtype": "float64", "ridge": 0.01, **options})
+    return kernels.FFM(
+        **{"features": FIELDS * PER_FIELD + 1, "fields": FIELDS, "dtype": "float64", "ridge": 0.01, **options}
+    )
 
 
 def test_conformance():
     """With one feature a field, with fields that are missing, and that stand twice; and without normalization."""
+    from manyhands.kernels.ffm import reference_step
+
     for options, shape in (
         ({}, {}),
         ({"k": 3}, {"missing": 0.4}),
@@ -57,7 +55,7 @@ def test_conformance():
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_a_step_by_hand(order):
     """Two features, of the fields 0 and 1, with the values 1 and 2, and one number a vector."""
-    made = FFM(features=2, fields=2, k=1, ridge=0.1, dtype="float64")
+    made = kernels.FFM(features=2, fields=2, k=1, ridge=0.1, dtype="float64")
     values = np.array([1.0, 2.0])
     rows = Csr(
         [0, 2], np.array([0, 1])[order], values[order], [0], fields=np.array([0, 1])[order], features=2, field_count=2
@@ -78,7 +76,7 @@ def test_a_step_by_hand(order):
 
 
 def test_vectors_begin_between_0_and_a_share_of_k():
-    tables = FFM(features=200, fields=3, k=4).module(0).tables()
+    tables = kernels.FFM(features=200, fields=3, k=4).module(0).tables()
     assert 0 <= tables["vectors"].min() < 0.01
     assert 0.49 < tables["vectors"].max() < 0.5
     assert (tables["sums"] == 1).all()
@@ -87,7 +85,7 @@ def test_vectors_begin_between_0_and_a_share_of_k():
 def test_it_finds_planted_pairs():
     rows = clicks(3000, binary=True)
     task = mh.Task(
-        kernel=FFM.of(rows),
+        kernel=kernels.FFM.of(rows),
         rate=0.2,
         train_data=rows.take(range(2500)),
         validation_data=rows.take(range(2500, 3000)),

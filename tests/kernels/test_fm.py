@@ -7,18 +7,12 @@ import pytest
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from manyhands.data.csr import Csr
 from manyhands.errors import BadInput, UnknownName
 from refusals import refused
 
 FEATURES = 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """numba takes a second to import."""
-    global FM, reference_step
-    from manyhands.kernels.fm import FM, reference_step
 
 
 def pairs(rows, seed=0, squared=False):
@@ -33,10 +27,12 @@ def pairs(rows, seed=0, squared=False):
 
 
 def kernel(**options):
-    return FM(**{"features": FEATURES + 1, "dtype": "float64", "ridge": 0.01, "k": 3, **options})
+    return kernels.FM(**{"features": FEATURES + 1, "dtype": "float64", "ridge": 0.01, "k": 3, **options})
 
 
 def test_conformance():
+    from manyhands.kernels.fm import reference_step
+
     for options, squared in (
         ({}, False),
         ({"loss": "squared", "k": 8}, True),
@@ -48,7 +44,7 @@ def test_conformance():
 
 def test_a_step_by_hand():
     """Two features with the values 3 and 4, scaled to 0.6 and 0.8, and one number a vector."""
-    made = FM(features=3, k=1, loss="squared", ridge=0.1, dtype="float64")
+    made = kernels.FM(features=3, k=1, loss="squared", ridge=0.1, dtype="float64")
     rows = Csr([0, 2], [0, 2], [3.0, 4.0], [1.0], features=3)
     tables = made.module(0).tables()
     tables["weights"][:, 0], tables["vectors"][:, 0], tables["bias"][0, 0] = [0.5, 9, 0.25], [2.0, 9, -1.0], 0.3
@@ -70,7 +66,7 @@ def test_a_step_by_hand():
 def test_it_finds_planted_pairs(loss):
     rows = pairs(3000, squared=loss == "squared")
     task = mh.Task(
-        kernel=FM.of(rows, loss=loss, k=4),
+        kernel=kernels.FM.of(rows, loss=loss, k=4),
         rate=0.3,
         train_data=rows.take(range(2500)),
         validation_data=rows.take(range(2500, 3000)),

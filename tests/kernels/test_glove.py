@@ -10,6 +10,7 @@ import torch
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from manyhands.data.corpus import Vocabulary
 from manyhands.data.ragged import Ragged
 from manyhands.errors import BadInput
@@ -22,22 +23,16 @@ BATCH = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """numba takes a second to import."""
-    global Glove, GloveVectors, reference_step, count_cooccurrences
-    from manyhands.data.cooccurrence import count_cooccurrences
-    from manyhands.kernels.glove import Glove, GloveVectors, reference_step
-
-
 def test_it_is_a_kernel() -> None:
+    from manyhands.kernels.glove import reference_step
+
     for options in ({"words": 8, "dim": 5}, {"words": 7, "dim": 1, "x_max": 10, "alpha": 0.5}):
-        conforms(kernel=Glove(dtype="float64", **options), batch=BATCH, reference=reference_step)
+        conforms(kernel=kernels.Glove(dtype="float64", **options), batch=BATCH, reference=reference_step)
 
 
 def test_one_pair_by_hand() -> None:
     """w = 2, c = .5, b = .2, d = -.1; a count of e, x_max = 16 e, alpha = .5: f = 1/4. The error is 1 + .1 - 1 = .1."""
-    kernel = Glove(words=2, dim=1, x_max=16 * math.e, alpha=0.5, dtype="float64")
+    kernel = kernels.Glove(words=2, dim=1, x_max=16 * math.e, alpha=0.5, dtype="float64")
     rows = {
         "words": np.array([[2.0], [9.0]]),
         "word_bias": np.array([[0.2], [9.0]]),
@@ -60,7 +55,7 @@ def test_one_pair_by_hand() -> None:
 
 
 def test_a_pair_weighs_as_the_paper_says() -> None:
-    kernel = Glove(words=1, x_max=100, alpha=0.75)
+    kernel = kernels.Glove(words=1, x_max=100, alpha=0.75)
     counts = [0.01, 1, 99.9, 100, 101, 1e6]
     batch = kernel.prepare({"rows": [0] * 6, "columns": [0] * 6, "counts": counts}, 0)
     assert batch["weights"] == pytest.approx([(x / 100) ** 0.75 if x < 100 else 1 for x in counts], rel=1e-5)
@@ -69,6 +64,9 @@ def test_a_pair_weighs_as_the_paper_says() -> None:
 
 def test_words_of_planted_topics_are_found_together() -> None:
     """Texts are of 4 topics with 25 words each, the numbers of which are dealt at random."""
+    from manyhands.data.cooccurrence import count_cooccurrences
+    from manyhands.kernels.glove import GloveVectors
+
     random = np.random.default_rng(0)
     topic = random.permutation(100) % 4
     members = [np.flatnonzero(topic == t) for t in range(4)]
@@ -77,7 +75,7 @@ def test_words_of_planted_topics_are_found_together() -> None:
     texts[noise] = random.integers(100, size=noise.sum())
     corpus = Ragged(np.arange(601) * 40, {"words": texts.reshape(-1).astype(np.uint32)})
     run = mh.train(
-        kernel=Glove(words=100, dim=10),
+        kernel=kernels.Glove(words=100, dim=10),
         rate=0.05,
         train_data=count_cooccurrences(corpus, window=5).data(),
         batch_size=1000,
@@ -98,16 +96,16 @@ def test_words_of_planted_topics_are_found_together() -> None:
 
 
 def test_a_vocabulary_names_the_words() -> None:
-    kernel = Glove(vocabulary=Vocabulary(["the", "of", "and"], [5, 4, 4]), dim=4)
+    kernel = kernels.Glove(vocabulary=Vocabulary(["the", "of", "and"], [5, 4, 4]), dim=4)
     assert kernel.words == 3
     model = kernel.module(0)
     assert {word for word, _ in model.most_similar("the")} == {"of", "and"}
     with pytest.raises(BadInput, match="3 words"):
-        Glove(vocabulary=kernel.vocabulary, words=4)
+        kernels.Glove(vocabulary=kernel.vocabulary, words=4)
 
 
 def test_what_is_refused() -> None:
-    kernel = Glove(words=8, dim=5)
+    kernel = kernels.Glove(words=8, dim=5)
     for change, words in [
         ({"rows": [8]}, "field 'rows' must be from 0 to 7"),
         ({"columns": [9]}, "field 'columns' must be from 0 to 7"),
@@ -119,4 +117,4 @@ def test_what_is_refused() -> None:
         given = {name: np.asarray(column) for name, column in batch.items() if column is not None}
         refused(words, kernel.prepare, given, 0)
     for name, value in [("words", 0), ("dim", 2.5), ("x_max", 0), ("alpha", math.inf)]:
-        refused(name, lambda name, value: Glove(**{"words": 3} | {name: value}), name, value)
+        refused(name, lambda name, value: kernels.Glove(**{"words": 3} | {name: value}), name, value)

@@ -10,31 +10,27 @@ import torch
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from refusals import refused
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """numba takes a second to import."""
-    global KMeans, KMeansModel, plus_plus, reference_step, sampled
-    from manyhands.kernels.kmeans import KMeans, KMeansModel, plus_plus, reference_step, sampled
 
 
 def test_it_is_a_kernel() -> None:
     """With one batch, with small ones, and with one cluster."""
+    from manyhands.kernels.kmeans import reference_step
+
     points = np.random.default_rng(0).normal(size=(23, 3))
     for options in (
         {"initial": points[:4]},
         {"initial": points[:2] + 0.1, "minibatch": 5},
         {"initial": np.ones((1, 3)), "minibatch": 1},
     ):
-        kernel, batch = KMeans(dtype="float64", **options), torch.from_numpy(points)
+        kernel, batch = kernels.KMeans(dtype="float64", **options), torch.from_numpy(points)
         conforms(kernel=kernel, batch=batch, reference=reference_step, rate=1.0)
 
 
 def test_two_centres_by_hand() -> None:
     """Centres at 0 and 10. Of the rows 1, 3, 8, 5.1 the first two go to 0, the others to 10, also when it has moved."""
-    kernel = KMeans(initial=np.array([[0.0], [10.0]]), dtype="float64")
+    kernel = kernels.KMeans(initial=np.array([[0.0], [10.0]]), dtype="float64")
     rows = kernel.module(0).tables()
     batch = kernel.prepare(np.array([[1.0], [3.0], [8.0], [5.1]]), 0)
     assert kernel.measure(rows, batch)["loss"] == (pytest.approx((1 + 9 + 4 + 4.9**2) / 4), 4)
@@ -51,14 +47,15 @@ def planted(random: np.random.Generator) -> tuple[Any, Any]:
     return centres, (centres[of] + random.normal(size=(5000, 2))).astype(np.float32)
 
 
-@pytest.mark.parametrize("form", ["array", "column"])
-def test_planted_clusters_are_found(form: str) -> None:
+def test_planted_clusters_are_found() -> None:
+    from manyhands.kernels.kmeans import KMeansModel, plus_plus
+
     centres, points = planted(np.random.default_rng(0))
     run = mh.train(
-        kernel=KMeans(initial=plus_plus(points, 9, 0), minibatch=100),
+        kernel=kernels.KMeans(initial=plus_plus(points, 9, 0), minibatch=100),
         rate=1.0,
-        train_data=points if form == "array" else {"points": points},
-        test_data=points if form == "array" else {"points": points},
+        train_data={"points": points},
+        test_data=points,
         batch_size=500,
         strategy="solo",
     )
@@ -73,6 +70,8 @@ def test_planted_clusters_are_found(form: str) -> None:
 
 
 def test_how_centres_begin() -> None:
+    from manyhands.kernels.kmeans import plus_plus, sampled
+
     centres, points = planted(np.random.default_rng(0))
     begun = plus_plus(points, 9, 0)
     assert {tuple(row) for row in begun} <= {tuple(row) for row in points}
@@ -88,18 +87,18 @@ def test_how_centres_begin() -> None:
 
 
 def test_kernels_that_begin_otherwise_are_others() -> None:
-    one, other = (KMeans(initial=np.full((300, 50), fill)) for fill in (0.0, 1.0))
+    one, other = (kernels.KMeans(initial=np.full((300, 50), fill)) for fill in (0.0, 1.0))
     assert one != other
     assert repr(one) != repr(other)
-    assert one == KMeans(initial=np.zeros((300, 50)))
+    assert one == kernels.KMeans(initial=np.zeros((300, 50)))
     assert len({one, other}) == 2
 
 
 def test_bad_input() -> None:
     for initial in (np.zeros(3), np.zeros((0, 2)), np.array([["a"]]), [[np.nan]]):
-        refused("initial must be", lambda initial: KMeans(initial=initial), initial)
-    refused("minibatch must be", lambda: KMeans(initial=np.zeros((1, 1)), minibatch=0))
-    kernel = KMeans(initial=np.zeros((4, 3)))
+        refused("initial must be", lambda initial: kernels.KMeans(initial=initial), initial)
+    refused("minibatch must be", lambda: kernels.KMeans(initial=np.zeros((1, 1)), minibatch=0))
+    kernel = kernels.KMeans(initial=np.zeros((4, 3)))
     for batch in (torch.zeros(4, 2), torch.zeros(4, 3, 1), {"points": torch.zeros(4)}):
         refused(r"\[rows, ", kernel.prepare, batch, 0)
     refused("no field points; it has x", kernel.prepare, {"x": torch.zeros(4, 3)}, 0)

@@ -7,16 +7,10 @@ import pytest
 from products import conforms
 
 import manyhands as mh
+from manyhands import kernels
 from manyhands.data.csr import Csr
 from manyhands.errors import BadInput, UnknownName
 from refusals import refused
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """numba takes a second to import."""
-    global Linear, reference_step, _merge
-    from manyhands.kernels.linear import Linear, _merge, reference_step
 
 
 def planted(rows=400, features=60, seed=0, noise=0.0):
@@ -32,13 +26,15 @@ def planted(rows=400, features=60, seed=0, noise=0.0):
 
 
 def test_conformance():
+    from manyhands.kernels.linear import reference_step
+
     some, hinge = planted(40), {"loss": "hinge", "dtype": "float64"}
     for kernel in (
-        Linear(features=60, dtype="float64"),
-        Linear(features=60, **hinge),
-        Linear(features=60, bias=False, dtype="float64"),
-        Linear.of(some, ridge=0.3, **hinge),
-        Linear.of(some, ridge=0.1, merge_every=1, dtype="float64"),
+        kernels.Linear(features=60, dtype="float64"),
+        kernels.Linear(features=60, **hinge),
+        kernels.Linear(features=60, bias=False, dtype="float64"),
+        kernels.Linear.of(some, ridge=0.3, **hinge),
+        kernels.Linear.of(some, ridge=0.1, merge_every=1, dtype="float64"),
     ):
         conforms(kernel=kernel, batch=some.take([0, 3, 1, 17, 5, 39, 4, 4]), reference=reference_step, rate=0.5)
 
@@ -53,7 +49,7 @@ def stepped(kernel, rows, weights, rate):
 
 
 def test_a_logistic_step_by_hand():
-    loss, tables = stepped(Linear(features=3, dtype="float64"), one_row(0), [1.0, 9.0, 0.25], rate=0.1)
+    loss, tables = stepped(kernels.Linear(features=3, dtype="float64"), one_row(0), [1.0, 9.0, 0.25], rate=0.1)
     output = 1.0 * 0.5 - 0.25 * 2.0  # 0: the sigmoid is a half
     assert output == 0
     assert loss == pytest.approx(math.log(2))
@@ -62,7 +58,7 @@ def test_a_logistic_step_by_hand():
 
 
 def test_a_hinge_step_by_hand():
-    kernel = Linear(features=3, loss="hinge", dtype="float64")
+    kernel = kernels.Linear(features=3, loss="hinge", dtype="float64")
     loss, tables = stepped(kernel, one_row(1), [1.0, 9.0, 0.0], rate=0.1)  # the output is 0.5, inside the margin
     assert loss == pytest.approx(0.5)
     assert tables["weights"][:, 0] == pytest.approx([1.05, 9.0, -0.2])
@@ -75,7 +71,7 @@ def test_each_row_carries_its_share_of_the_ridge():
     """Equation 4 of HOGWILD!: over all rows the decay of a weight sums to 2 · ridge · w, however many rows have it."""
     rows = Csr([0, 2, 3, 4], [0, 1, 0, 0], [0.0] * 4, [1, 1, 1], features=3)  # values of 0: the data moves nothing
     assert rows.degrees().tolist() == [3, 1, 0]
-    kernel = Linear.of(rows, loss="hinge", ridge=0.5, bias=False, dtype="float64")
+    kernel = kernels.Linear.of(rows, loss="hinge", ridge=0.5, bias=False, dtype="float64")
     rate = 0.01
     _, tables = stepped(kernel, rows, [1.0, 1.0, 1.0], rate)
     share = 2 * 0.5 * rate
@@ -83,11 +79,13 @@ def test_each_row_carries_its_share_of_the_ridge():
 
 
 def test_merging_changes_no_bit_of_one_worker():
-    rows = planted(200)
+    from manyhands.kernels.linear import _merge
+
+    rows = planted(100)
     for loss, dtype in (("logistic", "float32"), ("hinge", "float64")):
         found = []
-        for every in (1, 7, 100, 1000, None):
-            kernel = Linear.of(rows, loss=loss, ridge=0.01, dtype=dtype, merge_every=every)
+        for every in (1, 7, None):
+            kernel = kernels.Linear.of(rows, loss=loss, ridge=0.01, dtype=dtype, merge_every=every)
             tables = kernel.module(0).tables()
             for _ in range(2):
                 kernel.step(tables, kernel.prepare(rows, 0), 0.3)
@@ -98,11 +96,10 @@ def test_merging_changes_no_bit_of_one_worker():
     assert shared.tolist() == own.tolist() == before.tolist() == [1.5, 6.0, 2.0]
 
 
-@pytest.mark.parametrize("loss", ["logistic", "hinge"])
-def test_it_finds_planted_weights(loss):
+def test_it_finds_planted_weights():
     rows = planted(2000)
     task = mh.Task(
-        kernel=Linear(features=60, loss=loss),
+        kernel=kernels.Linear(features=60, loss="hinge"),
         rate=0.2,
         rate_decay=0.7,
         train_data=rows.take(range(1500)),
@@ -117,7 +114,7 @@ def test_it_finds_planted_weights(loss):
 
 
 def test_what_is_refused():
-    kernel = Linear(features=3)
+    kernel = kernels.Linear(features=3)
     for offsets, keys, targets, why in [
         ([0, 1], [0], [2.0], "row 0 .* has 2"),
         ([0, 1], [0], [0.5], "has 0.5"),
@@ -126,7 +123,7 @@ def test_what_is_refused():
         refused(why, kernel.prepare, Csr(offsets, keys, [1.0], targets, features=3), 0)
     kernel.prepare(Csr([0, 1, 1], [0], [1.0], [1, -1], features=3), 0)
     refused("sparse rows", kernel.prepare, {"x": np.zeros(3)}, 0)
-    refused("has 2 features, and its rows have 3", Linear(features=2).prepare, one_row(1), 0)
+    refused("has 2 features, and its rows have 3", kernels.Linear(features=2).prepare, one_row(1), 0)
     for options, why in [
         ({"features": 0}, "features must be"),
         ({"loss": "squared"}, "choose one of logistic, hinge"),
@@ -135,4 +132,6 @@ def test_what_is_refused():
         ({"ridge": 0.1, "degrees": np.ones(2)}, "ridge needs the number of rows"),
         ({"merge_every": 0}, "merge_every must be"),
     ]:
-        refused(why, lambda options: Linear(**{"features": 3, **options}), options, kind=(BadInput, UnknownName))
+        refused(
+            why, lambda options: kernels.Linear(**{"features": 3, **options}), options, kind=(BadInput, UnknownName)
+        )

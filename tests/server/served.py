@@ -108,7 +108,7 @@ class Processes:
         where = {"shard": shard, "shards": shards, "workers": len(self.pairs), "timeout_s": self.timeout_s}
         serve(self.spec, channels=channels, **where)
 
-    def worker(self, rank: int, program: Callable[[ServedServer], None], memory_from: int = 0) -> int:
+    def worker(self, rank: int, program: Callable[[ServedServer], None]) -> int:
         """Run a worker's program in a process; its pid."""
 
         def run() -> None:
@@ -116,7 +116,7 @@ class Processes:
                 for _, mine in row:
                     if other != rank:
                         mine.close()
-            client = client_of(self.spec, self.pairs[rank], self.timeout_s, memory_from)
+            client = client_of(self.spec, self.pairs[rank], self.timeout_s)
             program(client)
             client.close()
 

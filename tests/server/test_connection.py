@@ -38,13 +38,6 @@ def channel():
         yield made
 
 
-@pytest.fixture
-def topk():
-    """To a shard that takes pushes of that codec."""
-    with opened(rule="add", compress="topk:0.3") as made:
-        yield made
-
-
 def ask(channel, kind, answer, tensor=None, **fields):
     channel.send(Frame(kind=kind, **fields), tensor)
     frame = channel.receive()
@@ -79,18 +72,6 @@ def test_a_push_that_comes_twice_is_applied_once_and_answered_twice(channel):
 
 def topk_payload(*places):
     return torch.cat([torch.ones(2).view(torch.uint8), torch.tensor(places, dtype=torch.int32).view(torch.uint8)])
-
-
-def test_an_encoded_push_is_decoded_with_and_without_shared_memory(topk):
-    for sequence in (1, 2):
-        ask(topk, Kind.ENCODED, Kind.APPLIED, topk_payload(1, 4), sequence=sequence, weight=1.0)
-        center = torch.empty(N)
-        if sequence == 1:
-            ask(topk, Kind.PEEK, Kind.CENTER, **LIKE)
-            topk.receive_into(center)
-            assert center.tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
-            open_memory(topk)
-    assert ask(topk, Kind.PEEK, Kind.CENTER, **LIKE).a == 2
 
 
 def test_payloads_that_no_codec_made_are_refused_and_end_the_connection():

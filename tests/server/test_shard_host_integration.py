@@ -5,7 +5,6 @@ import pickle
 import random
 import signal
 import socket
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,10 @@ from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, hello
 from manyhands.server.shard_host import serve
-from manyhands.server.shard_ranges import shards_of
-from manyhands.testing.server_suite import SERVER_SUITE, expect_waits, started
+from manyhands.testing.server_suite import expect_waits, started
 from manyhands.transport.channel import ChannelClosed
 from manyhands.transport.credentials import Credentials
-from manyhands.transport.frame import Frame, pack
+from manyhands.transport.frame import Frame
 from manyhands.transport.listener import Listener, connect
 from refusals import refused
 
@@ -30,13 +28,12 @@ N = 1 << 18
 IN_STEP = ServerSpec(rule="add", bound=0)
 
 
-def opened(made, rank, memory_from=0):
-    return client_of(made.spec, made.pairs[rank], made.timeout_s, memory_from)
+def opened(made, rank):
+    return client_of(made.spec, made.pairs[rank], made.timeout_s)
 
 
-@pytest.mark.parametrize("memory_from", [0, -1], ids=["memory", "socket"])
-def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_others(memory_from):
-    """CASE 11: the others wait for it until it is known to be dead. Its half push is not applied."""
+def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_others():
+    """CASE 11: the others wait for it until it is known to be dead. Its half push, in shared memory, is not applied."""
     told, tell = os.pipe()
 
     def half_a_push(client):
@@ -44,20 +41,15 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_frees_the_o
         client.activate()
         client.pull(into)
         os.write(tell, b".")
-        (connection,) = client._connections
-        if connection._outbox is None:
-            header = pack(Frame(kind=Kind.PUSH, dtype=torch.float32, elements=N, sequence=1, weight=1.0))
-            connection.channel._sock.sendall(header + bytes(2 * N))
-        else:
-            connection._outbox[: N // 2] = 7.0
+        client._connections[0]._outbox[: N // 2] = 7.0
         os.write(tell, b".")
         signal.pause()
 
     with processes(IN_STEP, 2) as made:
-        mine, into = opened(made, 0, memory_from), torch.empty(N)
+        mine, into = opened(made, 0), torch.empty(N)
         mine.initialize(torch.zeros(N))
         mine.activate()
-        pid = made.worker(1, half_a_push, memory_from)
+        pid = made.worker(1, half_a_push)
         assert os.read(told, 1)  # it takes part
         mine.push(torch.ones(N))
         with started(mine.tick) as waiting:
@@ -187,21 +179,3 @@ def test_no_read_is_torn_and_no_push_is_lost():
         assert into.eq(WORKERS * ROUNDS).all()
         last.close()
         assert [made.join(pid) for pid in made.shards] == [0, 0]
-
-
-CHECKS = ("first_offer_wins", "exactly_once", "gate", "elastic_in_step", "quorum_late", "traffic")
-"""Of every kind of answer and wait; what else the suite checks, a shard in a thread does alike (test_client)."""
-
-
-def test_conformance():
-    @contextmanager
-    def open_servers(spec, workers, shards):
-        with processes(spec, workers, shards_of(spec, shards)) as made:
-            clients = [opened(made, rank) for rank in range(workers)]
-            yield clients
-            for client in clients:
-                client.close()
-            assert [made.join(pid) for pid in made.shards] == [0] * len(made.shards)
-
-    for name in CHECKS:
-        SERVER_SUITE[name](open_servers)

@@ -52,7 +52,7 @@ def train(
     gain: float,
     *,
     workers: int = 1,
-    noise: float = 0.0,
+    noise: float | Tensor = 0.0,
     steps: int = 320,
     seed: int = 0,
 ) -> None:
@@ -75,12 +75,14 @@ def train(
     assert center.isfinite().all()
 
 
-def estimate(curvatures: Tensor, gain: float, **options: float) -> Curvature:
+def estimate(curvatures: Tensor, gain: float, found: list[float] | None = None, **options: float | Tensor) -> Curvature:
+    """`found` gets all estimates."""
     curvature, rate = Curvature(), gain / float(curvatures.max())
 
     def look(before: Tensor, gradient: Tensor, after: Tensor) -> None:
         curvature.before(before, gradient)
-        curvature.after(after, rate)
+        if curvature.after(after, rate) and found is not None:
+            found.append(curvature.estimate() or 0.0)
 
     train(look, curvatures, gain, **options)  # type: ignore[arg-type]
     return curvature
@@ -109,42 +111,16 @@ def test_it_is_surely_never_more_than_the_largest_but_for_a_little_in_pure_noise
             gain = share * limit(workers - 1)
             lower_bound = estimate(curvatures, gain, workers=workers, noise=noise, seed=seed).lower_bound()
             most = max(1.001 * gain, 0.4 * limit(workers - 1))
-            assert lower_bound is None or lower_bound <= most, (
-                workers,
-                noise,
-                len(curvatures),
-                share,
-            )  # None: it stands
+            case = (workers, noise, len(curvatures), share)
+            assert lower_bound is None or lower_bound <= most, case  # None: it stands
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_with_noise_it_is_the_steepest_direction_though_steps_go_anywhere(workers: int) -> None:
+def test_with_noise_it_is_the_steepest_direction_though_steps_go_anywhere() -> None:
     """Gradients scatter as curvature does, as in a network: within 30 % at half the limit, where nothing grows."""
-    gain, random = 0.5 * limit(workers - 1), torch.Generator().manual_seed(1)
-    curvature, center = Curvature(), torch.zeros(100, dtype=F64)
-    pulled, found = [center] * workers, []
-    for _ in range(1200):
-        for worker in range(workers):
-            x = pulled[worker]
-            g = SPREAD * x + SPREAD.sqrt() * torch.randn(100, generator=random, dtype=F64)
-            if worker == 0:
-                curvature.before(x, g)
-                if curvature.after(x - gain * g, gain) and (estimated := curvature.estimate()) is not None:
-                    found.append(estimated)
-            center = center - gain * g
-            pulled[worker] = center
-    assert torch.tensor(found).median() == pytest.approx(gain, rel=0.3)
-
-
-def test_pure_noise_has_no_curvature() -> None:
-    curvature, random, x = Curvature(), torch.Generator().manual_seed(0), torch.zeros(50)
-    for _ in range(2000):
-        g = torch.randn(50, generator=random)
-        curvature.before(x, g)
-        x = x - g
-        curvature.after(x)
-        lower_bound = curvature.lower_bound()
-        assert lower_bound is None or lower_bound < limit(3)
+    for workers in (1, 4):
+        gain, found = 0.5 * limit(workers - 1), list[float]()
+        estimate(SPREAD, gain, found, workers=workers, noise=SPREAD.sqrt(), steps=1200)
+        assert torch.tensor(found).median() == pytest.approx(gain, rel=0.3), workers
 
 
 def test_the_estimate_follows_the_rate_and_a_step_that_was_not_made_is_no_point_of_the_line() -> None:
@@ -222,19 +198,23 @@ def test_case_10_is_told_5_percent_above_the_limit_and_not_5_percent_below() -> 
 
 
 def test_it_does_not_cry_wolf() -> None:
-    for noise, curvatures, seed in product((0.0, 0.1, 10.0), (CASE_7, SPREAD, ALIKE), (0, 1)):
+    for noise, curvatures in product((0.0, 0.1, 10.0), (CASE_7, SPREAD, ALIKE)):
         eye = StalenessMonitor(rank=0, workers=4)
-        found = warnings_of(eye, curvatures, 0.5 * limit(3), 4, noise=noise, seed=seed)
-        assert found == [], (noise, len(curvatures), seed)
+        found = warnings_of(eye, curvatures, 0.5 * limit(3), 4, noise=noise)
+        assert found == [], (noise, len(curvatures))
 
 
 def test_the_warning_says_what_to_do() -> None:
     (output,) = warnings_of(StalenessMonitor(rank=2, workers=4), ALIKE, 0.8, 4)
-    assert output == (
-        "the training may diverge: 9 of 10 pushes of worker 2 are up to 3 versions late, and then rate x curvature "
-        "must stay below 0.445; it is 0.8. Lower the rate from 0.267 to 0.15 or less, or use at most 2 workers, or set "
-        "bound=0 (no staleness), or use strategy dynsgd, which weighs late updates less."
-    )
+    for words in (
+        "9 of 10 pushes of worker 2 are up to 3 versions late",
+        "must stay below 0.445; it is 0.8",
+        "from 0.267 to 0.15 or less",
+        "at most 2 workers",
+        "bound=0",
+        "dynsgd",
+    ):
+        assert words in output
 
 
 def test_a_push_of_a_window_moves_the_center_further_and_a_share_of_it_less() -> None:

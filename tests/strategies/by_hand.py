@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.replica.control_bits import MORE
+from manyhands.replica.control_bits import CONTROL_BITS, MORE
 from manyhands.replica.replica import Replica
-from manyhands.server.base import Server
+from manyhands.server.base import Encoded, Pushed, Server
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Change, Strategy
@@ -133,6 +133,25 @@ def close(found: Iterable[Any], wanted: Iterable[Any], abs: float = 1e-14) -> bo
     return torch.allclose(
         torch.as_tensor(list(found), dtype=F64), torch.as_tensor(list(wanted), dtype=F64), rtol=0, atol=abs
     )
+
+
+class ScriptedServer:
+    """A server whose answers are written down: whether a push counted, how far behind it was, which parameters the mean touches."""
+
+    shards = 1
+
+    def __init__(self, answers: Iterable[tuple[bool, int]], touched: int = 1) -> None:
+        self.answers, self.touched, self.weights = iter(answers), touched, list[float]()
+
+    def initialize(self, center: Tensor) -> None:
+        pass
+
+    def push(self, update: Tensor | Encoded, weight: float, bits: int, **_: Any) -> Pushed:
+        self.weights.append(weight)
+        applied, behind = next(self.answers)
+        size = update.n if isinstance(update, Encoded) else len(update)
+        mean = torch.full((size,), float(self.touched > 0), dtype=F64)
+        return Pushed(applied=applied, answer=mean, weight=2.0, bits=self.touched << CONTROL_BITS, behind=behind)
 
 
 def scripted(order: Sequence[int], ticks: int) -> Callable[[Hand], Tensor]:

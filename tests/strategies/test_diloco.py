@@ -9,10 +9,8 @@ import torch
 from by_hand import ROW, Hand, Point, close, hands, path_of, quadratic, scripted, slope
 from torch import Tensor
 
-from manyhands.errors import BadInput
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.strategies import strategy_of
-from manyhands.strategies.base import Leasing
 from manyhands.strategies.decoupled import ServedState
 from manyhands.strategies.diloco import DiLoCo
 from manyhands.testing.strategy_suite import StrategyWorker, run_workers
@@ -47,8 +45,7 @@ def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
             assert (a - b).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("spec", ["diloco:period=1", "diloco:period=1,via=server,bound=0"])
-def test_with_period_one_it_is_nesterov_sgd_on_the_mean_gradient(spec: str) -> None:
+def test_with_period_one_it_is_nesterov_sgd_on_the_mean_gradient() -> None:
     """CASE 5: inner rate .1 and outer rate .7 are one rate of .07."""
     point = Point([1.0])
     optimizer = torch.optim.SGD(point.parameters(), lr=0.07, momentum=0.9, nesterov=True)
@@ -57,16 +54,14 @@ def test_with_period_one_it_is_nesterov_sgd_on_the_mean_gradient(spec: str) -> N
         point.w.grad = (2 * (point.w - 1.0)).detach()
         optimizer.step()
         wanted.append(float(point.w.detach()))
-    assert close(centers(spec, LOSSES, 12, start=[1.0]), [*wanted, wanted[-1]])
+    for spec in ("diloco:period=1", "diloco:period=1,via=server,bound=0"):
+        assert close(centers(spec, LOSSES, 12, start=[1.0]), [*wanted, wanted[-1]]), spec
 
 
-@pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server"])
-def test_two_rounds_by_hand(spec: str) -> None:
+def test_rounds_by_hand_all_go_on_from_the_center_and_an_epochs_end_closes_the_window() -> None:
     """A steady way of .1 a step: g=-.2, m=-.2, c=.7·(.2 + .9·.2)=.266; then m=-.38, c=.266 + .7·(.2 + .9·.38)=.6454."""
-    assert close(centers(spec, [slope(-1.0)], 4), [0.0, 0.266, 0.266, 0.6454, 0.6454])
-
-
-def test_all_go_on_from_the_center_and_an_epochs_end_closes_the_window() -> None:
+    for spec in ("diloco:period=2", "diloco:period=2,via=server"):
+        assert close(centers(spec, [slope(-1.0)], 4), [0.0, 0.266, 0.266, 0.6454, 0.6454]), spec
     c = 0.266 + 0.7 * (0.1 + 0.9 * (0.1 + 0.9 * 0.2))
     for path in hands("diloco:period=2", [slope(-1.0)] * 2, path_of(3, ends=2)):
         assert close(path, [(0.1, 0.0), (0.266, 0.266), (0.366, 0.266), (c, c), (c, c)])
@@ -183,66 +178,18 @@ def test_an_epochs_end_closes_the_open_round_with_all_that_was_begun() -> None:
     assert ends == [(0.0, pytest.approx(0.2, abs=1e-15))] * 3
 
 
-def vector(number: float) -> FlatVector:
-    return FlatVector([torch.tensor([number])])
-
-
 def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
     """What was moved and not pushed stays in: (3·2 + 1·4) / 4 beyond the mean start, with half of 4 rows on each of two."""
-    states = [
-        ServedState(center=vector(0.0), start=vector(s), ticks=t, counted=w, residual=torch.tensor([w]))
-        for s, t, w in ((1.0, 2, 3.0), (5.0, 3, 1.0))
-    ]
-    merged = ServedState(center=vector(0.0), start=vector(0.0), residual=torch.zeros(1)).merge(states, 0, 4)
+
+    def state(start: float, ticks: int, counted: float) -> ServedState:
+        center, begun = (FlatVector([torch.tensor([number])]) for number in (0.0, start))
+        return ServedState(center=center, start=begun, ticks=ticks, counted=counted, residual=torch.tensor([counted]))
+
+    states = [state(1.0, 2, 3.0), state(5.0, 3, 1.0)]
+    merged = state(0.0, 0, 0.0).merge(states, 0, 4)
     assert merged.residual is not None
-    assert float(merged.residual) == 2.0
-    assert (float(merged.start.joined()), merged.ticks, merged.counted) == (2.0, 3, 1.0)
-    assert [state.weight_of_window() for state in states] == [3.0, 1.0]
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-def test_options_that_cannot_be_are_refused() -> None:
-    served = {"via": "server"}
-    for options, problem in [
-        ({"period": 0}, "period must be a whole number of at least 1"),
-        *(({"outer_rate": x}, "outer_rate must be a number above 0") for x in (0, float("inf"), float("nan"), "0.7")),
-        *(({"outer_momentum": x}, "outer_momentum must be a number from 0 to below 1") for x in (1.0, True, None)),
-        ({"compress": "zip"}, "compress=zip: no codec 'zip'"),
-        ({"feedback": True}, "feedback=true needs compress"),
-        ({"via": "mail"}, "via must be group or server"),
-        ({"streaming": -1}, "streaming must be a whole number of at least 0"),
-        ({"overlap": 1}, "overlap has no effect: leave it out, or give streaming=2"),
-        ({"mixing": 0.5}, "mixing has no effect: leave it out, or give streaming=2"),
-        *(({"streaming": 2, "mixing": x}, "mixing must be a number from 0 to below 1") for x in ("a", 1.0)),
-        *(({"streaming": 2, "overlap": x}, "overlap must be a whole number of at least 0") for x in ("1", -1)),
-        ({"streaming": 2, "compress": "int8"}, "compress=int8 waits for one whole vector: leave one of them out"),
-        ({"streaming": 2, **served}, "streaming does not work with via=server"),
-        ({"streaming": 5, "period": 4}, "give streaming=4 or less"),
-        ({"streaming": 2, "period": 4, "overlap": 4}, "overlap=4 must be less than period=4"),
-        ({"quorum": 2}, "quorum has no effect: leave it out, or give via=server"),
-        ({"grace": 0}, "grace has no effect: leave it out, or give via=server"),
-        ({"bound": 0}, "bound has no effect: leave it out, or give via=server"),
-        ({**served, "bound": -1}, "bound must be a whole number of 0 or more"),
-        ({**served, "bound": 0, "quorum": 2}, "bound=0 waits for all workers, so quorum has no effect"),
-        ({**served, "quorum": 0}, "quorum must be a whole number of at least 1"),
-        ({**served, "grace": -1}, "grace must be a whole number of at least 0"),
-    ]:
-        with pytest.raises(BadInput, match=problem):
-            DiLoCo(**options)
-    with pytest.raises(BadInput, match="quorum=3 must not be more than workers=2: give at most 2"):
-        hands("diloco:via=server,quorum=3", [slope(1.0)] * 2, lambda hand: None)
-
-
-def test_what_it_wants() -> None:
-    group, served, in_step = (
-        strategy_of(f"diloco{o}") for o in (":compress=int8", ":via=server", ":via=server,bound=0")
-    )
-    assert (group.server(), group.leasing(), in_step.leasing(), served.leasing()) == (None, None, None, Leasing())
-    assert (served.server().rule, served.server().one_shard, in_step.server().rule) == ("rounds", True, "outer")
-    for more in ("", ",bound=0"):
-        assert strategy_of(f"diloco:via=server,compress=int8{more}").server().compress == "int8"
+    assert (float(merged.residual), float(merged.start.joined()), merged.ticks, merged.counted) == (2.0, 2.0, 3, 1.0)
+    assert [one.weight_of_window() for one in states] == [3.0, 1.0]
 
 
 # -- how far a global batch goes ---------------------------------------------------------------------------------------
@@ -254,18 +201,16 @@ def test_what_it_wants() -> None:
         "diloco:period=4,outer_rate=1.5,outer_momentum=.5",
         "diloco:period=4,via=server,bound=0,outer_momentum=.5",
         "diloco:period=4,streaming=1,overlap=0,mixing=.5,outer_momentum=.5",
-        "diloco:period=4,streaming=1,overlap=1,mixing=0.0,outer_momentum=.5",
-        "diloco:period=6,streaming=2,overlap=2,mixing=.75,outer_momentum=.5",
         "diloco:period=4,streaming=2,overlap=3,mixing=.2,outer_momentum=.5",
     ],
 )
 def test_a_steady_way_is_gone_as_far_as_the_summary_says(spec: str) -> None:
-    """How far the center goes in the last of 40 periods, in steps of .1 a tick."""
+    """How far the center goes in the last of 30 periods, in steps of .1 a tick."""
     strategy = strategy_of(spec)
 
     def program(hand: Hand) -> float:
-        for tick in range(40 * strategy.period):
-            if tick == 39 * strategy.period:
+        for tick in range(30 * strategy.period):
+            if tick == 29 * strategy.period:
                 before = float(hand.center.mean())
             hand.tick()
         return (float(hand.center.mean()) - before) / (0.1 * strategy.period)
@@ -282,17 +227,3 @@ def test_a_steady_way_over_a_server_is_gone_as_far_as_the_summary_says() -> None
         ends = hands(strategy, [slope(-1.0)] * workers, scripted(order, 12))
         factor = strategy.rate_factor(workers)
         assert float(ends[0]) / (0.1 * 12) == pytest.approx(factor, abs=1e-12), (quorum, grace, workers)
-
-
-def test_how_far_a_global_batch_goes() -> None:
-    for options, workers, wanted in [
-        ("", 9, 7.0),
-        (":streaming=2", 9, 7 * (1 - 0.5 / 16) / 4),
-        (":streaming=2,overlap=0", 9, 7.0),
-        (":via=server", 9, 7.0),
-        (":via=server,grace=0", 4, 7 * 4 / 3),
-        (":via=server,grace=0,quorum=2", 8, 28.0),
-        (":via=server,grace=0,quorum=2", 1, 7.0),
-        (":via=server,bound=0", 9, 7.0),
-    ]:
-        assert strategy_of(f"diloco{options}").rate_factor(workers) == pytest.approx(wanted), (options, workers)

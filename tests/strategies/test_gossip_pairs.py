@@ -114,15 +114,15 @@ def gone_on(saved: Checkpoint, spec: str, workers: int, ticks: int) -> list[tupl
     return hands(spec, [slope(-1.0)] * workers, program)
 
 
-@pytest.mark.parametrize("ticks", [[3, 3, 3], [5, 4, 7], [0, 1, 9]])
-def test_open_windows_go_on_with_another_number_of_workers(ticks: list[int], tmp_path: Path) -> None:
+def test_open_windows_go_on_with_another_number_of_workers(tmp_path: Path) -> None:
     """Every step enters the answer, a third of each of three workers', then an equal part of each of the others'."""
     slopes, spec = [1.0, 2.0, 3.0], "gossip:graph=pairs,period=4"
-    before = sum(0.1 * s * t for s, t in zip(slopes, ticks, strict=True)) / 3
-    saved = written(tmp_path, spec, slopes, ticks)
-    for workers, more in ((1, 0), (1, 6), (2, 1), (3, 0), (3, 6), (5, 1), (5, 6)):
-        ends = [end for _, _, end in gone_on(saved, spec, workers, more)]
-        assert ends == pytest.approx([before + 0.1 * more] * workers, abs=1e-13), (workers, more)
+    for ticks in ([3, 3, 3], [0, 1, 9]):
+        before = sum(0.1 * s * t for s, t in zip(slopes, ticks, strict=True)) / 3
+        saved = written(tmp_path / str(ticks), spec, slopes, ticks)
+        for workers, more in ((1, 0), (2, 1), (3, 6), (5, 6)):
+            ends = [end for _, _, end in gone_on(saved, spec, workers, more)]
+            assert ends == pytest.approx([before + 0.1 * more] * workers, abs=1e-13), (ticks, workers, more)
 
 
 def test_one_worker_that_goes_on_from_several_holds_the_answer(tmp_path: Path) -> None:

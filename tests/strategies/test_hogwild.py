@@ -7,9 +7,7 @@ from by_hand import Hand, hands, quadratic, scripted, slope
 
 from manyhands.comm.group import Group
 from manyhands.comm.threads import Meeting, ThreadGroup
-from manyhands.errors import BadInput, Unsupported
-from manyhands.strategies import strategy_of
-from manyhands.strategies.base import Leasing
+from manyhands.errors import Unsupported
 from manyhands.strategies.hogwild import Hogwild
 from manyhands.worker import Worker
 
@@ -46,11 +44,3 @@ def test_a_group_without_common_memory_refuses() -> None:
     worker = Worker(group=Apart(Meeting(1), 0))
     with pytest.raises(Unsupported, match="no memory in common: run them on one machine"):
         Hand(Hogwild(), worker, slope(1.0), [0.0], 0.1)
-
-
-def test_what_it_wants() -> None:
-    assert strategy_of("hogwild:warmup=5").leasing() == Leasing(rank0_warmup_ticks=5)
-    assert Hogwild().needs.one_host
-    assert (Hogwild().server(), Hogwild().rate_factor(3)) == (None, 3)
-    with pytest.raises(BadInput, match="warmup must be a whole number of at least 0"):
-        Hogwild(warmup=-1)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, Hand, clients_of, hands, slope
+from by_hand import F64, Hand, ScriptedServer, clients_of, hands, slope
 from torch import Tensor, nn
 
 import plain
-from manyhands.errors import BadInput
-from manyhands.replica.control_bits import CONTROL_BITS
 from manyhands.replica.replica import Replica
 from manyhands.server.base import Pushed
 from manyhands.strategies import strategy_of
@@ -40,10 +38,9 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
         if worker.server is not None:
             worker.server.activate()
         worker.group.barrier()
-        for tick in range(5):
+        part = slice(worker.rank * 3, worker.rank * 3 + worker.rank + 1)
+        for replica.tick in range(5):
             replica.begin_tick()
-            replica.tick = tick
-            part = slice(worker.rank * 3, worker.rank * 3 + worker.rank + 1)
             replica.backward((x[part], y[part]))
             strategy.exchange(replica, worker, state)
         return replica.parameters.parts[0].clone()
@@ -60,24 +57,8 @@ def test_of_all_workers_it_is_all_reduce() -> None:
         assert torch.equal(ends_of(f"quorum:backups={backups}", 1)[0], ends_of("allreduce", 1)[0])
 
 
-class Scripted:
-    """A server whose answers are written down: whether a push counted, how far behind it was, and which parameters the mean touches."""
-
-    def __init__(self, answers: list[tuple[bool, int]], touched: int = 1) -> None:
-        self.answers, self.touched, self.weights = iter(answers), touched, []
-
-    def initialize(self, center: Tensor) -> None:
-        pass
-
-    def push(self, update: Tensor, weight: float, bits: int, **_: Any) -> Pushed:
-        self.weights.append(weight)
-        applied, behind = next(self.answers)
-        mean = torch.ones_like(update) if self.touched else torch.zeros_like(update)
-        return Pushed(applied=applied, answer=mean, weight=2.0, bits=self.touched << CONTROL_BITS, behind=behind)
-
-
 def beside(
-    server: Scripted, optimizer: Callable[[nn.Module], torch.optim.Optimizer], ticks: int
+    server: ScriptedServer, optimizer: Callable[[nn.Module], torch.optim.Optimizer], ticks: int
 ) -> tuple[Replica, list[bool]]:
     """A worker of one weight, at 0, after so many ticks beside this server; and in which its row was used."""
     model, strategy, worker = nn.Linear(1, 1, bias=False).double(), Quorum(), Worker(server=server)  # type: ignore[arg-type]
@@ -94,7 +75,7 @@ def beside(
 
 def test_a_late_worker_applies_every_mean_and_computes_none_that_would_be_dropped() -> None:
     """Dropped and 2 behind: two ticks without a gradient, whose means it applies; then it computes again. Rows: unused."""
-    server = Scripted([(True, 0), (False, 2), (False, 1), (False, 0), (True, 0)])
+    server = ScriptedServer([(True, 0), (False, 2), (False, 1), (False, 0), (True, 0)])
     replica, used = beside(server, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 5)
     assert server.weights == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert used == [True, False, False, False, True]
@@ -103,7 +84,7 @@ def test_a_late_worker_applies_every_mean_and_computes_none_that_would_be_droppe
 
 def test_a_parameter_that_only_a_dropped_gradient_touched_does_not_move() -> None:
     """It is not in the mean that the others apply: momentum and weight decay must not move it here alone."""
-    replica, _ = beside(Scripted([(False, 0)] * 2, touched=0), lambda m: torch.optim.AdamW(m.parameters()), 2)
+    replica, _ = beside(ScriptedServer([(False, 0)] * 2, touched=0), lambda m: torch.optim.AdamW(m.parameters()), 2)
     assert not replica.optimizer.state
 
 
@@ -111,7 +92,7 @@ def test_with_backups_only_a_step_without_any_rows_ends_a_stream() -> None:
     """Nobody who counted has rows: but one who came late may, and only a step of weight 0 has waited for all. (CASE 18)"""
     for backups, weight, more in [(0, 2.0, False), (1, 2.0, True), (1, 0.0, False)]:
 
-        class Last(Scripted):
+        class Last(ScriptedServer):
             def push(self, update: Tensor, *_: Any, weight: float = weight, **__: Any) -> Pushed:
                 return Pushed(applied=True, answer=update.clone(), weight=weight, bits=0)
 
@@ -134,13 +115,5 @@ def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick()
         assert any(after - before == pytest.approx(-0.1 * mean) for mean in (1.5, 2.0, 2.5))
 
 
-def test_options_states_and_what_it_wants() -> None:
-    with pytest.raises(BadInput, match="backups must be a whole number of at least 0"):
-        Quorum(backups=-1)
-    with pytest.raises(BadInput, match="backups=2 must be less than workers=2: give at most 1"):
-        Quorum(backups=2).check_workers(2)
-    Quorum(backups=2).check_workers(1)
-    spec = Quorum(backups=1).server()
-    assert (spec.rule, spec.options, spec.one_shard) == ("quorum", {"backups": 1}, True)
-    assert Quorum().leasing() is None
-    assert QuorumState().merge([QuorumState(behind=3)] * 2, 0, 1).behind == 0  # nobody is behind a checkpoint
+def test_nobody_is_behind_a_checkpoint() -> None:
+    assert QuorumState().merge([QuorumState(behind=3)] * 2, 0, 1).behind == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,7 @@ import torch
 from by_hand import Hand, close, hands, path_of, slope
 from torch import Tensor, nn
 
-import manyhands as mh
-import plain
-from manyhands.callbacks.base import Callback
-from manyhands.checkpoint import checkpoints
 from manyhands.errors import BadInput
-from manyhands.events import Event
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout, layouts_of
 from manyhands.strategies import strategy_of
@@ -202,35 +196,3 @@ def test_with_another_number_of_workers_what_is_under_way_has_the_same_mean() ->
     assert merged.residual is not None
     assert merged.residual.tolist() == [4.0] * 4
     assert states[0].merge(states, 1, 2) is states[1]
-
-
-class StopAfter(Callback):
-    """Says stop at the first step of this number."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step(self, event: Event) -> str | None:
-        return "stop" if event.step >= self._step else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["diloco:period=6,streaming=3,overlap=5,mixing=.25", "diloco:period=4,compress=topk:0.2"]
-)
-def test_a_run_that_is_interrupted_anywhere_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
-    """CASE 19: at every tick of a period, so with one and several fragments under way."""
-    given = plain.task(train_data=plain.rows(150), epochs=1)
-    options: dict[str, Any] = {"strategy": spec, "engine": "sim", "workers": 2, "threads_per_worker": 1}
-    whole = mh.train(given, **options)
-    on_way = set()
-    for step in range(1, 8):
-        folder = tmp_path / str(step)
-        mh.train(given, run_dir=folder, callbacks=[StopAfter(step)], **options)
-        (folder / "result.json").unlink()
-        saved = checkpoints.newest(folder / "checkpoints", print)
-        assert saved is not None
-        on_way.add(len(strategy_of(spec)._schedule().under_way(saved.tick)))  # type: ignore[attr-defined]
-        resumed = mh.train(given, run_dir=folder, resume=True, **options)
-        assert resumed.parameters.equal(whole.parameters), step
-    assert ("overlap=5" in spec) <= (2 in on_way), on_way

@@ -71,13 +71,14 @@ def servers(spec: ServerSpec, workers: int, shards: int) -> Iterator[list[Server
     yield InProcessServers(spec, workers, shards, timeout_s=1).clients
 
 
-@pytest.mark.parametrize("rule", [*RULES, "own"])
+@pytest.mark.parametrize("rule", [*RULES, "pairs", "own"])
 def test_every_rule_passes_the_suite(rule: str, path: Path) -> None:
     """The other three checks of our rules are among those of a server."""
-    options = RULES.get(rule, {"share": 0.25})
+    options = {"own": {"share": 0.25}, "pairs": {"seed": 4}}.get(rule) or RULES[rule]
     spec = ServerSpec(rule=f"{path}:Half" if rule == "own" else rule, options=options)
     list_rule(spec)
-    for check in RULE_SUITE if rule == "own" else ("in_step", "leaves_the_old_center_whole"):
+    ours = ("shards_agree", "capture") if rule == "pairs" else ("in_step", "leaves_the_old_center_whole")
+    for check in RULE_SUITE if rule == "own" else ours:
         RULE_SUITE[check](servers, spec)
 
 

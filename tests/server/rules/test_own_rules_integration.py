@@ -36,10 +36,8 @@ def test_with_copies_of_the_shards(local: Local, wanted: torch.Tensor) -> None:
     assert (trained(local, RULE, 0.02, survive="copies=2") - wanted).abs().max() < 1e-12
 
 
-def test_in_the_simulator_and_alone(wanted: torch.Tensor) -> None:
+def test_in_the_simulator(wanted: torch.Tensor) -> None:
     assert (trained(Sim(), RULE, 0.02) - wanted).abs().max() < 1e-12
-    alone = [trained("auto", rule, rate, workers=1, servers=1) for rule, rate in ((RULE, 0.02), ("add", 0.01))]
-    assert (alone[0] - alone[1]).abs().max() < 1e-12
 
 
 def test_replayed_once_it_is_named(local: Local, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -44,11 +45,11 @@ class Rounds(Store):
         return [self.give(*push) for push in pushes]
 
     def step(self, words: str) -> float:
-        """The center after `0+2*3`: worker 0 pushes 2 with weight 3, with `!` at last; or a word and a worker."""
+        """The center after `0+2*3`: worker 0 pushes 2 with weight 3, with `!` at last; or a word, of a worker."""
         if push := re.fullmatch(r"(\d)\+([^*!]+)\*?(\d+)?(!?)", words):
             worker, update, weight, last = push.groups()
             return self.give(int(worker), float(update), float(weight or 1), LAST if last else 0)
-        word, worker = words.split()[0], int(words.split()[-1]) if " " in words else 0
+        word, worker = words.rstrip("0123456789"), int("0" + words.strip("abcdefghijklmnopqrstuvwxyz"))
         match word:
             case "look":
                 self.pull(worker)
@@ -68,97 +69,61 @@ class Rounds(Store):
         return float(self.center)
 
 
-PARK, BACK = [f"park {worker}" for worker in range(3)], [f"back {worker}" for worker in range(3)]
-TRAJECTORIES: dict[str, tuple[int, dict[str, Any], list[str | tuple[str, float]]]] = {
-    # -- when a round is over
-    "all are in, and weigh by rows": (3, {"quorum": 3}, ["2+8", "0+2*3", ("1+5*4", 34 / 8)]),
-    "what one pushes twice adds up, with both weights": (2, {"quorum": 2}, ["0+1*2", "0+2*4", ("1+9*6", 72 / 12)]),
-    "no grace": (3, {"quorum": 2, "grace": 0}, ["0+1", ("1+1", 1)]),
-    "grace of 1, in each round": (
-        3,
-        {"quorum": 2, "grace": 1},
-        ["0+1", "1+1", ("0+1", 5 / 3), "0+3", "1+3", ("0+0", 14 / 3)],
-    ),
-    "grace of 2": (3, {"quorum": 2, "grace": 2}, ["0+1", "1+1", "0+1", ("1+1", 2)]),
-    "none is used up before": (3, {"quorum": 2, "grace": 1}, ["0+1", "0+1", "0+1", "1+1", ("0+1", 17 / 5)]),
-    "when all are in nobody is waited for": (2, {"quorum": 1, "grace": 9}, ["0+1", ("1+3", 2)]),
-    "more than half of 1": (1, {"grace": 0}, [("0+1", 1)]),
-    "more than half of 2": (2, {"grace": 0}, ["0+1", ("1+1", 1)]),
-    "more than half of 3": (3, {"grace": 0}, ["0+1", ("1+1", 1)]),
-    "more than half of 4": (4, {"grace": 0}, ["0+1", "1+1", ("2+1", 1)]),
-    "last pushes are of one round whoever is in it": (
-        2,
-        {"quorum": 1, "grace": 0, "momentum": 0.5},
-        ["0+1!", "1+2!", "0+3*2!", "park 0", "park 1", ("read", 1.5 * 14 / 4)],
-    ),
-    "the next look after last pushes ends the round, though others take part": (
-        2,
-        {"quorum": 2},
-        ["0+1!", "1+2!", ("look 0", 1.5), "look 1", "1+5", "look 1"],
-    ),
-    "what waits for a quorum counts when the center is read while nobody takes part": (
-        3,
-        {"quorum": 3},
-        ["0+4", "1+2", "park 0", "read", "park 1", "read", "park 2", ("read", 3), "read"],
-    ),
-    "who is back pushes into the open round, at its own age": (
-        2,
-        {"quorum": 2, "momentum": 0.5},
-        ["0+4", *PARK[:2], *BACK[:2], ("1+2", 4.5)],
-    ),
-    # -- what is late
-    "8 rows of who looked two rounds before weigh 8/3": (
-        3,
-        {"quorum": 1, "grace": 0},
-        ["0+0", "look 0", "0+0", "look 0", "quorum 2", "2+6*8", ("0+3*4", (8 / 3 * 6 + 4 * 3) / (8 / 3 + 4))],
-    ),
-    "who looks a moment before its own round is over is not late": (
-        2,
-        {},
-        [step for center in (3, 6, 9) for step in ("0+1", "look 0", ("1+5", center), "look 1")],
-    ),
-    "9 rows weigh 3 after one's own round and two without one": (
-        3,
-        {"quorum": 2, "grace": 0},
-        ["0+0", "look 0", *["1+0", "look 1", "2+0", "look 2"] * 3, ("0+4*9", 3)],
-    ),
-    "a late push is of the next round": (
-        3,
-        {"quorum": 2, "grace": 0},
-        ["0+2", ("1+4", 3), "2+6", ("0+3", 3 + 6 / 1.5)],
-    ),
-    "a pull while nobody takes part sees the closed round": (
-        2,
-        {"quorum": 2},
-        ["0+4*2", *PARK[:2], ("look 1", 4), *BACK[:2], "1+9*2", ("0+3*4", 4 + 30 / 6)],
-    ),
-    "everybody has seen a restored center": (
-        3,
-        {"quorum": 1, "grace": 0},
-        ["0+0", "look 0", *PARK, "restore", *BACK, "quorum 2", "2+6*8", ("0+3*4", 60 / 12)],
-    ),
-    # -- sums: in another order, a part would be rounded away
-    "in rank order": (4, {"quorum": 4}, ["0+1e17", "1+1", "2+-1e17", ("3+1", 0.25)]),
-    "in another order": (4, {"quorum": 4}, ["3+1", "1+1", "0+1e17", ("2+-1e17", 0.25)]),
-    # -- lost workers
-    "who is lost is not waited for": (3, {"quorum": 3}, ["0+2", "lose 2", ("1+4", 3)]),
-    "the last one that is waited for is lost": (3, {"quorum": 3}, ["0+2", "1+4", ("lose 2", 3), "lose 2"]),
-    "who comes back is waited for": (2, {"quorum": 2}, ["lose 1", "back 1", "0+2", ("1+4", 3)]),
-    "a lost one's push counts, but not for those who live": (
-        4,
-        {"quorum": 2, "grace": 5},
-        ["0+1", "lose 0", "1+2", "2+3", ("3+6", 3)],
-    ),
-}
+PARK = [f"park{worker}" for worker in range(3)]
+TRAJECTORIES = """
+all are in, and weigh by rows: 3 quorum=3: 2+8 0+2*3 1+5*4=34/8
+what one pushes twice adds up, with both weights: 2 quorum=2: 0+1*2 0+2*4 1+9*6=72/12
+no grace: 3 quorum=2 grace=0: 0+1 1+1=1
+grace of 1, in each round: 3 quorum=2 grace=1: 0+1 1+1 0+1=5/3 0+3 1+3 0+0=14/3
+grace of 2: 3 quorum=2 grace=2: 0+1 1+1 0+1 1+1=2
+none is used up before: 3 quorum=2 grace=1: 0+1 0+1 0+1 1+1 0+1=17/5
+when all are in nobody is waited for: 2 quorum=1 grace=9: 0+1 1+3=2
+more than half of 1: 1 grace=0: 0+1=1
+more than half of 2: 2 grace=0: 0+1 1+1=1
+more than half of 3: 3 grace=0: 0+1 1+1=1
+more than half of 4: 4 grace=0: 0+1 1+1 2+1=1
+last pushes are of one round whoever is in it: 2 quorum=1 grace=0 momentum=.5: 0+1! 1+2! 0+3*2! park0 park1 read=21/4
+the next look after last pushes ends the round, though others take part: 2 quorum=2: 0+1! 1+2! look0=3/2 look1 1+5 look1
+what waits for a quorum counts when it is read while nobody takes part: \
+3 quorum=3: 0+4 1+2 park0 read park1 read park2 read=3 read
+who is back pushes into the open round, at its own age: 2 quorum=2 momentum=.5: 0+4 park0 park1 back0 back1 1+2=9/2
+8 rows of who looked two rounds before weigh 8/3: 3 quorum=1 grace=0: 0+0 look0 0+0 look0 quorum2 2+6*8 0+3*4=21/5
+who looks a moment before its own round is over is not late: \
+2: 0+1 look0 1+5=3 look1 0+1 look0 1+5=6 look1 0+1 look0 1+5=9
+9 rows weigh 3 after one's own round and two without one: \
+3 quorum=2 grace=0: 0+0 look0 1+0 look1 2+0 look2 1+0 look1 2+0 look2 1+0 look1 2+0 look2 0+4*9=3
+a late push is of the next round: 3 quorum=2 grace=0: 0+2 1+4=3 2+6 0+3=7
+a pull while nobody takes part sees the closed round: 2 quorum=2: 0+4*2 park0 park1 look1=4 back0 back1 1+9*2 0+3*4=9
+everybody has seen a restored center: \
+3 quorum=1 grace=0: 0+0 look0 park0 park1 park2 restore back0 back1 back2 quorum2 2+6*8 0+3*4=5
+in rank order, else a part of the sum would be rounded away: 4 quorum=4: 0+1e17 1+1 2+-1e17 3+1=1/4
+the same in another order: 4 quorum=4: 3+1 1+1 0+1e17 2+-1e17=1/4
+who is lost is not waited for: 3 quorum=3: 0+2 lose2 1+4=3
+the last one that is waited for is lost: 3 quorum=3: 0+2 1+4 lose2=3 lose2
+who comes back is waited for: 2 quorum=2: lose1 back1 0+2 1+4=3
+a lost one's push counts, but not for those who live: 4 quorum=2 grace=5: 0+1 lose0 1+2 2+3 3+6=3
+"""
 """By hand: workers, options, and steps, each alone or with where the center goes then; else it stays."""
 
 
 def test_trajectories() -> None:
-    for name, (workers, options, steps) in TRAJECTORIES.items():
-        store, center = Rounds(workers, **options), 0.0
-        for number, step in enumerate(steps):
-            words, center = (step, center) if isinstance(step, str) else step
-            assert store.step(words) == pytest.approx(center, rel=0, abs=2e-15), (name, number, words)
+    for line in TRAJECTORIES.strip().splitlines():
+        _, setting, steps = line.split(": ")
+        workers, *options = setting.split()
+        store, center = (
+            Rounds(
+                int(workers),
+                **{
+                    name: float(value) if "." in value else int(value)
+                    for name, value in (option.split("=") for option in options)
+                },
+            ),
+            0.0,
+        )
+        for number, step in enumerate(steps.split()):
+            words, _, moved = step.partition("=")
+            center = float(Fraction(moved)) if moved else center
+            assert store.step(words) == pytest.approx(center, rel=0, abs=2e-15), (line, number, words)
 
 
 def test_the_momentum_is_applied_once_a_round() -> None:
@@ -217,7 +182,7 @@ def test_a_snapshot_after_last_pushes_or_of_more_workers_than_go_on_leaves_the_r
     for worker in range(2):
         other.activate(worker, 1)
     assert float(other.center) == 0.0
-    assert other.step("look 0") == 1.0
+    assert other.step("look0") == 1.0
     store, fewer = Rounds(4, quorum=4), Rounds(2, quorum=2, grace=9)
     store.gives((1, 2.0), (2, 4.0), (3, 6.0))
     fewer.restore(*store.capture())

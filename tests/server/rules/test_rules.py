@@ -1,4 +1,4 @@
-"""Rules on numbers that a hand can check, each in place and out of place; the outer optimizer; pairs."""
+"""Rules on numbers that a hand can check; the outer optimizer; pairs. In place and out of place: the rules' suite."""
 
 from __future__ import annotations
 
@@ -25,41 +25,27 @@ def push(update, worker=0, **fields):
 
 
 def merged(rule, pushes, old=(1.0, 2.0), **options):
-    """The next center, computed out of place; in place it is the same, and the old one is untouched."""
+    """The next center."""
     old = tensor(old, dtype=torch.float64)
-    results = []
-    for new in (torch.full_like(old, float("nan")), old.clone()):
-        made = make_rule(ServerSpec(rule=rule, options=options))
-        made.start(old.clone())
-        source = old.clone() if len(results) == 0 else new
-        before = source.clone()
-        made.merge(source, new, [push(*arguments, **fields) for arguments, fields in pushes])
-        assert new is source or torch.equal(source, before), "a merge changed the version that others read"
-        results.append(new)
-    assert torch.equal(results[0], results[1]), "in place a merge gives something else"
-    return results[0].tolist()
+    made, new = make_rule(ServerSpec(rule=rule, options=options)), torch.full_like(old, float("nan"))
+    made.start(old)
+    made.merge(old, new, pushes)
+    return new.tolist()
 
 
-def one(update, **fields):
-    return ((update,), fields)
-
-
-def test_add():
-    assert merged("add", [one([0.5, -1.0])]) == [1.5, 1.0]
-    assert merged("add", [one([0.5, -1.0]), one([1.0, 1.0], worker=1)]) == [2.5, 2.0]
-
-
-def test_staleness():
-    """CASE 12: an update of staleness 3 enters with weight 1/4."""
-    assert merged("staleness", [one([4.0, 8.0], staleness=3)]) == [2.0, 4.0]
-    assert merged("staleness", [one([4.0, 8.0], staleness=0)]) == [5.0, 10.0]
-
-
-def test_distance():
-    """A center that moved by sqrt(rate) halves the update, one that did not move lets it in whole."""
+def test_what_is_added():
+    """CASE 12: an update of staleness 3 enters with weight 1/4. A center that moved by sqrt(rate) halves an update."""
     pulled = tensor([1.0, 4.0], dtype=torch.float64)
-    assert merged("distance", [one([1.0, 1.0], pulled=pulled)], rate=4.0) == [2.0, 2.5]
-    assert merged("distance", [one([1.0, 1.0])], rate=4.0) == [2.0, 3.0]
+    for rule, pushes, options, wanted in [
+        ("add", [push([0.5, -1.0])], {}, [1.5, 1.0]),
+        ("add", [push([0.5, -1.0]), push([1.0, 1.0], worker=1)], {}, [2.5, 2.0]),
+        ("staleness", [push([4.0, 8.0], staleness=3)], {}, [2.0, 4.0]),
+        ("staleness", [push([4.0, 8.0], staleness=0)], {}, [5.0, 10.0]),
+        ("distance", [push([1.0, 1.0], pulled=pulled)], {"rate": 4.0}, [2.0, 2.5]),
+        ("distance", [push([1.0, 1.0])], {"rate": 4.0}, [2.0, 3.0]),
+        ("elastic", [push([5.0, 2.0]), push([1.0, -2.0], worker=1)], {"alpha": 0.25}, [2.0, 1.0]),
+    ]:
+        assert merged(rule, pushes, **options) == wanted, (rule, pushes)
 
 
 def test_elastic():
@@ -70,7 +56,6 @@ def test_elastic():
     assert center.tolist() == [2.0, 1.0]
     rule.merge(center, center, [Push(0, tensor([4.0, 1.0]), 2.0)])
     assert center.tolist() == [3.0, 1.0], "the weight multiplies alpha"
-    assert merged("elastic", [one([5.0, 2.0]), one([1.0, -2.0], worker=1)], alpha=0.25) == [2.0, 1.0]
 
 
 def test_adagrad_is_torchs():
@@ -81,9 +66,9 @@ def test_adagrad_is_torchs():
     for gradient in gradients:
         parameter.grad = tensor(gradient, dtype=torch.float64)
         optimizer.step()
-    got = merged("adagrad", [one(gradient, worker=w) for w, gradient in enumerate(gradients)], rate=0.1)
+    got = merged("adagrad", [push(gradient, worker=w) for w, gradient in enumerate(gradients)], rate=0.1)
     assert got == pytest.approx(parameter.tolist(), abs=1e-15)
-    assert merged("adagrad", [one([0.0, 1.0])], rate=0.5) == [1.0, pytest.approx(1.5)]  # that never had a gradient
+    assert merged("adagrad", [push([0.0, 1.0])], rate=0.5) == [1.0, pytest.approx(1.5)]  # that never had a gradient
 
 
 def test_weighted_mean_is_the_naive_one():
@@ -137,45 +122,33 @@ def outer(**options):
     return make_rule(ServerSpec(rule="outer", options=options))
 
 
-def walk(rule, center, updates, *, in_place):
-    rule.start(center)
-    for update in updates:
-        new = center if in_place else torch.full_like(center, float("nan"))
-        rule.merge(center, new, [Push(0, update, 1.0)])
-        center = new
-    return center
+def merge(rule, center, update):
+    rule.merge(center, center, [Push(0, update.clone(), 1.0)])
 
 
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_every_optimizer_steps_along_minus_the_update(optimizer):
-    """In place and out of place, over shards too: each weight is treated by itself."""
-    updates = [torch.randn(5, dtype=torch.float64) for _ in range(4)]
-    start = torch.randn(5, dtype=torch.float64)
-    parameter = torch.nn.Parameter(start.clone())
-    reference = getattr(torch.optim, optimizer)([parameter], lr=0.1)
-    for update in updates:
-        parameter.grad = -update
-        reference.step()
-    for in_place in (True, False):
-        got = walk(outer(optimizer=optimizer, rate=0.1), start.clone(), updates, in_place=in_place)
-        assert torch.equal(got, parameter.detach())
-    left = walk(outer(optimizer=optimizer, rate=0.1), start[:2].clone(), [u[:2] for u in updates], in_place=False)
-    assert torch.equal(left, parameter.detach()[:2])
-
-
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_its_state_comes_back(optimizer):
-    center = torch.randn(4, dtype=torch.float64)
-    rule, again = outer(optimizer=optimizer, rate=0.1), outer(optimizer=optimizer, rate=0.1)
-    rule.start(center)
-    for _ in range(2):
-        rule.merge(center, center, [Push(0, torch.randn(4, dtype=torch.float64), 1.0)])
-    copy = center.clone()
-    again.load(copy, {name: v.clone() for name, v in rule.vectors().items()}, rule.numbers())
-    update = torch.randn(4, dtype=torch.float64)
-    for one, at in ((rule, center), (again, copy)):
-        one.merge(at, at, [Push(0, update.clone(), 1.0)])
-    assert torch.equal(copy, center)
+def test_every_optimizer_steps_along_minus_the_update():
+    """Over shards too: each weight is treated by itself. Its state comes back."""
+    for optimizer in ELEMENTWISE:
+        updates = [torch.randn(5, dtype=torch.float64) for _ in range(4)]
+        start = torch.randn(5, dtype=torch.float64)
+        parameter = torch.nn.Parameter(start.clone())
+        reference = getattr(torch.optim, optimizer)([parameter], lr=0.1)
+        whole, left, again = (outer(optimizer=optimizer, rate=0.1) for _ in range(3))
+        center, part = start.clone(), start[:2].clone()
+        whole.start(center)
+        left.start(part)
+        for number, update in enumerate(updates):
+            parameter.grad = -update
+            reference.step()
+            if number == 3:
+                copy = center.clone()
+                again.load(copy, {name: v.clone() for name, v in whole.vectors().items()}, whole.numbers())
+                merge(again, copy, update)
+            merge(whole, center, update)
+            merge(left, part, update[:2])
+        assert torch.equal(center, parameter.detach()), optimizer
+        assert torch.equal(copy, center), optimizer
+        assert torch.equal(part, center[:2]), optimizer
 
 
 def test_before_the_first_step_there_is_nothing_to_remember():
@@ -183,7 +156,7 @@ def test_before_the_first_step_there_is_nothing_to_remember():
     center = torch.zeros(3)
     rule.start(center)
     again.load(center, rule.vectors(), rule.numbers())
-    again.merge(center, center, [Push(0, torch.ones(3), 1.0)])
+    merge(again, center, torch.ones(3))
     assert center.tolist() == pytest.approx([0.7] * 3)
 
 
@@ -248,22 +221,12 @@ def test_nothing_is_lost():
         assert torch.allclose(store.center, wanted, rtol=0, atol=1e-12), workers
 
 
-def test_a_partner_is_anybody_else_and_all_shards_draw_the_same():
-    """Whatever came between on one of them: two halves give the bits of the whole."""
+def test_a_partner_is_anybody_else():
     for worker in range(5):
         assert {partner_of(worker, 5, 0, pushes) for pushes in range(60)} == set(range(5)) - {worker}
     draws = [[partner_of(2, 9, seed, pushes) for pushes in range(30)] for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert partner_of(0, 1, 0, 0) == 0
-    whole, halves = pairs_of(4, [0.0, 0.0]), [pairs_of(4, [0.0]) for _ in range(2)]
-    order, numbers = random.Random(2), [0] * 4
-    for _ in range(40):
-        worker, a, b = order.randrange(4), order.random(), order.random()
-        numbers[worker] += 1
-        give(whole, worker, numbers[worker], a, b)
-        give(halves[0], worker, numbers[worker], a)
-        give(halves[1], worker, numbers[worker], b)
-    assert [a + b for a, b in zip(*map(vectors, halves), strict=True)] == vectors(whole)
 
 
 def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
@@ -275,21 +238,6 @@ def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
         give(store, 0, number, 0.0)
     assert vectors(store) == [[pytest.approx(1.0, abs=1e-9)]] * 3
     assert store.center.tolist() == [1.0]
-
-
-def test_a_snapshot_goes_on_as_if_never_interrupted():
-    """CASE 19: the count of pushes, which draws partners, included."""
-    stores = [pairs_of(3, seed=4) for _ in range(2)]
-    for number in range(1, 6):
-        for worker in range(3):
-            give(stores[0], worker, number, worker + number)
-    captured, numbers = stores[0].capture()
-    stores[1].restore({name: vector.clone() for name, vector in captured.items()}, numbers)
-    for store, first in zip(stores, (6, 1), strict=True):
-        for later in range(5):
-            give(store, later % 3, first + later // 3, 1.0)
-    assert vectors(stores[0]) == vectors(stores[1])
-    assert torch.equal(stores[0].center, stores[1].center)
 
 
 def test_with_another_number_of_workers_all_begin_at_the_center():
