@@ -1,7 +1,5 @@
 """A small kernel for tests, in NumPy: each row has a user, an item and a number that their rows' product is to be."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

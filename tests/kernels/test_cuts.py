@@ -1,7 +1,5 @@
 """Kernel Cuts: the rule worked by hand, projections, planted classes that are found again, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

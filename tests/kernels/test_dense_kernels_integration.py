@@ -1,7 +1,5 @@
 """Factors, Glove and KMeans on two workers, under strategies that share, average and add what they change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Matrix factorisation: the rule by hand, the reference, and planted factors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

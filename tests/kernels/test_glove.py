@@ -1,7 +1,5 @@
 """GloVe: the rule by hand, the reference, and vectors of planted topics."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The conformance suite of kernels: a kernel of NumPy passes it, and broken ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Mini-batch k-means: the rule by hand, the reference, planted clusters, and how centres begin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """kernels/skip_gram.py: the suite of kernels, its rules by hand, what is drawn, topics that it finds, and its model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Served servers for tests: socketpairs to each worker; shards in threads, or in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

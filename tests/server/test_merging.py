@@ -1,7 +1,5 @@
 """Which pushes become one version, and when: what neither the store's tests nor the suite of servers sees."""
 
-from __future__ import annotations
-
 import torch
 
 from manyhands.server.base import ServerSpec

@@ -1,7 +1,5 @@
 """What a worker and a shard may say to each other: nonsense ends that connection, and others are served."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Staleness: what a quadratic can bear, what a worker's steps say of it, and a warning that does not cry wolf."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A declared table: what its fields may be, and how its rows begin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """sparse/simd.py: each vector instruction, in compiled functions, beside NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

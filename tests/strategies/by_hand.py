@@ -1,7 +1,5 @@
 """Mathematics that a hand can check: one parameter vector, quadratic losses, and workers that take scripted turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

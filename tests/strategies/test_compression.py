@@ -1,7 +1,5 @@
 """Compression in strategies: nothing is lost, what does not count leaves the residual, and what the options refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

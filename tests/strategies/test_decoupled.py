@@ -1,7 +1,5 @@
 """DiLoCo over a server, in whole runs of workers that are not equally fast: which pushes are a round, and what they count."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DiLoCo on mathematics that a hand can check: over the group, and over a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

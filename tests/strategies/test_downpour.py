@@ -1,7 +1,5 @@
 """Downpour on mathematics that a hand can check."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from by_hand import F64, ROW, Hand, close, hands, quadratic, scripted, slope

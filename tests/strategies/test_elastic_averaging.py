@@ -1,7 +1,5 @@
 """EASGD and EAMSGD on mathematics that a hand can check, and in whole runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

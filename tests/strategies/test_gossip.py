@@ -1,7 +1,5 @@
 """Gossip on mathematics that a hand can check."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

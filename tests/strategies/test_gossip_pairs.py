@@ -1,7 +1,5 @@
 """Gossip in pairs on mathematics that a hand can check, and as runs that go on with another number of workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The graphs of gossip as matrices, and the order of their messages."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

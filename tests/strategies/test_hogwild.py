@@ -1,7 +1,5 @@
 """Hogwild: one piece of memory, on threads; between processes see tests/comm."""
 
-from __future__ import annotations
-
 import pytest
 from by_hand import Hand, hands, quadratic, scripted, slope
 

@@ -1,7 +1,5 @@
 """Every strategy that exchanges parameters or updates trains a kernel: rows once, it learns, and what is exact stays exact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of strategies: which cannot be, what a strategy asks of servers and leases for them, and how far its steps go."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Server strategies that compute while they exchange: what they are alone, what is based on what, and how long a step is."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quorum: the mean of the first gradients, and how a late worker catches up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotate: what one worker computes cell by cell, whatever the number of workers, engine, checkpoint or stop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

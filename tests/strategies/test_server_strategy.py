@@ -1,7 +1,5 @@
 """Strategies that push windows to a server, on mathematics that a hand can check: AGN, DynSGD, Distance; what they share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from by_hand import ROW, Hand, close, hands, path_of, quadratic, scripted, slope

@@ -1,7 +1,5 @@
 """`allreduce:sharded=true`: each worker steps its part, and N workers are one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

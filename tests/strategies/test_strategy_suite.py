@@ -4,8 +4,6 @@ One spec of each way through a strategy takes the whole suite; a spec that diffe
 that the option touches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

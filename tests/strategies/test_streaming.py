@@ -1,7 +1,5 @@
 """Fragments that are synced in turn, and on their way while workers go on."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

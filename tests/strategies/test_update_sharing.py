@@ -1,7 +1,5 @@
 """Update sharing: nothing is lost, every update counts once on every worker, and the threshold follows the density."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

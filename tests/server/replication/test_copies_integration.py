@@ -1,7 +1,5 @@
 """A shard with a backup, in processes: its primary is stopped while workers push. Killed ones: tests/faults."""
 
-from __future__ import annotations
-
 import signal
 import time
 from typing import Any

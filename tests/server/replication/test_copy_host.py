@@ -1,7 +1,5 @@
 """A copy of a shard in a thread: the test is its driver, its worker, and sometimes its other copy."""
 
-from __future__ import annotations
-
 import os
 import queue
 import select

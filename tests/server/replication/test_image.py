@@ -1,7 +1,5 @@
 """A store that took another's image answers every later call as that one does, to the bit."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Server rules as a user writes them, in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

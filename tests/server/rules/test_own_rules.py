@@ -1,7 +1,5 @@
 """A server rule of one's own, in a file: the conformance suite, and who may name it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

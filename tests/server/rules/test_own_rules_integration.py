@@ -1,7 +1,5 @@
 """A server rule of one's own on each engine: plain SGD with half of each update is SGD at half the rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

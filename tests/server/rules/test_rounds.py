@@ -1,7 +1,5 @@
 """The rule of rounds: when a round is over, what it weighs, and that the outer momentum comes once a round."""
 
-from __future__ import annotations
-
 import json
 import re
 from fractions import Fraction

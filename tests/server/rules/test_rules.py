@@ -1,7 +1,5 @@
 """Rules on numbers that a hand can check; the outer optimizer; pairs. In place and out of place: the rules' suite."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
