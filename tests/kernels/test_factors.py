@@ -1,14 +1,12 @@
-"""Matrix factorisation: the rule by hand, the reference, and planted factors."""
+"""Matrix factorisation: the rule by hand, and the reference. That it learns: test_dense_kernels_integration.py."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from products import conforms
 
-import manyhands as mh
 from manyhands import kernels
 from refusals import refused
 
@@ -73,24 +71,6 @@ def test_the_root_is_of_the_mean_over_all_batches() -> None:
         for r in ([3.0], [1.0, 1.0, 1.0])
     )
     assert one.result(one.sums + other.sums) == {"rmse": pytest.approx(math.sqrt(3))}
-
-
-def planted(users: int = 60, items: int = 50, rank: int = 3) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    p, q = random.normal(size=(users, rank)), random.normal(size=(items, rank))
-    b, c = random.normal(size=users), random.normal(size=items)
-    u, i = random.integers(users, size=6_000), random.integers(items, size=6_000)
-    return {"users": u, "items": i, "ratings": 3 + b[u] + c[i] + (p[u] * q[i]).sum(1)}
-
-
-def test_planted_factors_are_found() -> None:
-    data = planted()
-    train, test = ({name: column[part] for name, column in data.items()} for part in (slice(5_400), slice(5_400, None)))
-    kernel = kernels.Factors(users=60, items=50, rank=6, ridge=0.005, mean=float(train["ratings"].mean()))
-    task = mh.Task(kernel=kernel, rate=0.2, train_data=train, test_data=test, batch_size=900, epochs=40)
-    run = mh.train(task, strategy="solo")
-    assert run.metrics["test_rmse"] < 0.1 < 2 < data["ratings"].std()
-    assert run.metrics["test_rmse"] == pytest.approx(math.sqrt(run.metrics["test_loss"]), rel=1e-6)
 
 
 def test_what_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Mini-batch k-means: the rule by hand, the reference, planted clusters, and how centres begin."""
+"""Mini-batch k-means: the rule by hand, the reference, and how centres begin. That it learns: test_dense_kernels_integration.py."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from products import conforms
 
-import manyhands as mh
 from manyhands import kernels
 from refusals import refused
 
@@ -35,7 +34,7 @@ def test_two_centres_by_hand() -> None:
     assert kernel.step(rows, batch, 1.0) == pytest.approx(1 + 9 + 4 + 4.9**2)
     assert rows["centres"].ravel() == pytest.approx([2, 6.55]), "means of the rows"
     assert rows["counts"].ravel().tolist() == [2, 2]
-    kernel.step(rows, kernel.prepare(np.array([[5.0]]), 0), 0.5)
+    kernel.step(rows, kernel.prepare({"points": np.array([[5.0]])}, 0), 0.5)
     assert rows["centres"].ravel() == pytest.approx([2, 6.55 + 0.5 / 3 * (5 - 6.55)])
 
 
@@ -43,28 +42,6 @@ def planted(random: np.random.Generator) -> tuple[Any, Any]:
     centres = np.stack(np.meshgrid([-10, 0, 10], [-10, 0, 10]), -1).reshape(-1, 2).astype(float)
     of = random.integers(9, size=5000)
     return centres, (centres[of] + random.normal(size=(5000, 2))).astype(np.float32)
-
-
-def test_planted_clusters_are_found() -> None:
-    from manyhands.kernels.kmeans import KMeansModel, plus_plus
-
-    centres, points = planted(np.random.default_rng(0))
-    run = mh.train(
-        kernel=kernels.KMeans(initial=plus_plus(points, 9, 0), minibatch=100),
-        rate=1.0,
-        train_data={"points": points},
-        test_data=points,
-        batch_size=500,
-        strategy="solo",
-    )
-    assert isinstance(run.model, KMeansModel)
-    found = run.model.tables()["centres"]
-    distances = np.linalg.norm(found[:, None] - centres, axis=2)
-    assert sorted(distances.argmin(1)) == list(range(9))
-    assert distances.min(1).max() < 0.25
-    assert np.array_equal(run.model.nearest(points[:100]), np.linalg.norm(points[:100, None] - found, axis=2).argmin(1))
-    assert 1.8 < run.metrics["test_loss"] < 2.2, "the variance of two numbers"
-    assert run.model.tables()["counts"].sum() == 5000
 
 
 def test_how_centres_begin() -> None:
@@ -76,6 +53,8 @@ def test_how_centres_begin() -> None:
     assert len(set(np.linalg.norm(begun[:, None] - centres, axis=2).argmin(1))) >= 8
     assert np.array_equal(begun, plus_plus(torch.from_numpy(points), 9, 0))
     assert not np.array_equal(begun, plus_plus(points, 9, 1))
+    nearest = np.linalg.norm(points[:100, None] - begun, axis=2).argmin(1)
+    assert np.array_equal(kernels.KMeans(initial=begun).module(0).nearest(points[:100]), nearest)
     drawn = sampled(points, 5000, 0)
     assert np.array_equal(np.sort(drawn, 0), np.sort(points, 0)), "all rows, none twice"
     assert plus_plus(np.ones((5, 2)), 3, 0).tolist() == [[1, 1]] * 3

@@ -131,9 +131,6 @@ def test_the_journal_has_lists_since_the_last_time_and_what_changed_nothing_is_n
     assert output.take() == {"pushes": [None, None], "behind": [0]}
 
 
-# -- in process --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def in_process(spec, workers, shards):
     yield InProcessServers(spec, workers, shards, timeout_s=10).clients

@@ -9,6 +9,7 @@ import torch
 from served import channel_to, hosting
 
 from manyhands.comm.checks import bits_of
+from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer, ShardLost
 from manyhands.server.protocol import Kind, VectorPlace, about, dtype_of
@@ -133,9 +134,6 @@ def test_a_request_says_of_which_vectors_it_speaks():
         refused("expected a number of elements", dtype_of, Frame(kind=Kind.PULL, **wrong), kind=FrameError)
 
 
-# -- the other end -----------------------------------------------------------------------------------------------------
-
-
 ONE = {"version": 1}
 
 
@@ -180,3 +178,12 @@ def test_a_shard_that_answers_nonsense_is_named():
         refused("server shard 0.*expected", client.capture, kind=ShardLost, case=case)
         client.close()
         shard.close()
+
+
+def test_a_shard_that_says_nothing_for_too_long_is_lost():
+    its, mine = socket.socketpair()
+    client = ServedServer(ServerSpec(rule="add"), [channel_to(0, mine, 0.1)], hosts=["host-a"], memory_from=-1)
+    with its:
+        words = r"server shard 0 did not answer for 0.1 s\. This worker waited 0"
+        refused(words, client.pull, torch.zeros(N), kind=PeerLost)
+    client.close()

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import secrets
 import socket
 import threading
 import time
@@ -15,15 +14,13 @@ from served import channel_to, hosting
 from fuzzing import bounded
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.client import ServedServer
-from manyhands.server.protocol import Kind, hello
+from manyhands.server.protocol import Kind
 from manyhands.server.replication.log import Call
 from manyhands.server.shard_host import Shard, WorkersLate, serve
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
-from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.channel import ChannelTimeout
 from manyhands.transport.frame import DTYPES, HEADER_BYTES, Frame, pack, to_json
-from manyhands.transport.listener import Listener, connect
 from refusals import refused
 
 FEW = 4
@@ -106,9 +103,6 @@ def test_a_worker_that_ends_gives_back_what_it_read_and_holds_nobody_up():
     version, slot, _ = shard.pin(0, pull=False)
     assert shard.published.buffers[slot].eq(2 * version).all()
     shard.close()
-
-
-# -- live --------------------------------------------------------------------------------------------------------------
 
 
 N = 1000
@@ -262,41 +256,3 @@ def test_what_is_wrong_with_the_server_itself_ends_it():
         serve(ADD, shard=0, shards=1, workers=1, channels={0: channel_to(0, its, 10)}, progress=fail)
     threads = [thread.name for thread in threading.enumerate()]
     assert "manyhands-worker-0" not in threads
-
-
-def test_workers_come_to_a_listener_each_once():
-    token = secrets.token_bytes(32)
-    listener = Listener(credentials=None, token=token, timeout_s=10)
-    output = {}
-
-    def run():
-        output.update(serve(ADD, shard=1, shards=2, workers=2, channels={}, listener=listener, timeout_s=10))
-
-    def come(*place):
-        return connect(
-            listener.address, hello(*place), credentials=None, token=token, peer="server shard 1", timeout_s=10
-        )
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        first = come(0, 1, 2, "host-a")
-        for wrong in [(0, 1, 2, "host-a"), (2, 1, 2, "host-a"), (1, 0, 2, "host-a"), (1, 1, 3, "host-a")]:
-            refused("refused this connection", come, *wrong, kind=ChannelClosed)
-        clients = [ServedServer(ADD, [channel]) for channel in (first, come(1, 1, 2, "host-b"))]
-        for _ in range(2000):  # all are in: nobody else can come
-            try:
-                socket.create_connection(listener.address, 1.0).close()
-            except ConnectionError:  # refused, or reset where it closed meanwhile
-                break
-            threading.Event().wait(0.01)
-        else:
-            pytest.fail("the shard still listens")
-        clients[0].initialize(torch.zeros(N))
-        for client in clients:
-            client.activate()
-            client.push(torch.ones(N))
-            client.close()
-    finally:
-        thread.join(20)
-    assert output == {"shard": 1, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}

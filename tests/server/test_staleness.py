@@ -41,9 +41,6 @@ def test_quantiles() -> None:
     assert quantile({}, 0.5) == 0
 
 
-# -- on quadratics ----------------------------------------------------------------------------------------------------
-
-
 def train(
     look: Callable[[Tensor, Tensor, Tensor], None],
     curvatures: Tensor,
@@ -155,9 +152,6 @@ def test_nothing_is_said_before_there_are_windows_nor_of_gradients_that_tell_not
             curvature.after(x)
         assert curvature.estimate() is None
         assert curvature.lower_bound() is None
-
-
-# -- the warning -------------------------------------------------------------------------------------------------------
 
 
 def warnings_of(

@@ -47,9 +47,6 @@ def answered(store):
     return [(worker, reply.answer.tolist()) for worker, reply in taken(store)]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_refused_changes_nothing():
     store, _ = store_of(n=2)
     good = torch.ones(2, dtype=F64)
@@ -82,9 +79,6 @@ def test_generations():
     store.leave(0)
     refused("declared lost", store.activate, 0, 3, kind=InvalidCall)
     store.activate(0, 4)
-
-
-# -- exactly once, versions, staleness ---------------------------------------------------------------------------------
 
 
 def test_each_push_is_applied_once():
@@ -147,9 +141,6 @@ def test_distance_is_to_the_center_that_this_worker_pulled():
     assert store.center.tolist() == resumed.center.tolist() == [1.5], "it moved by 1 since: half of an update counts"
     push(1, 1.0)
     assert store.center.tolist() == [pytest.approx(1.5 + 1 / 1.25)]
-
-
-# -- the gate and rounds -----------------------------------------------------------------------------------------------
 
 
 def test_the_tick_of_a_last_push_is_counted_from_where_its_worker_became_active():
@@ -229,9 +220,6 @@ def test_a_round_does_not_answer_a_worker_that_is_gone_or_came_back():
     assert store.tick(1, 0) == Go(0)
     push.sequence[0] = 0
     assert isinstance(push(0, 1.0), Held)
-
-
-# -- quorum ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_of_a_step_make_the_mean():
@@ -316,9 +304,6 @@ def test_a_new_generation_of_a_worker_joins_the_open_step_and_after_parking_all_
     assert isinstance(push(0, 9.0), Held)
     assert [push(2, 0.0).answer.tolist() for _ in range(2)] == [[0.0], [1.0]]
     assert push(2, 3.0).answer.tolist() == [6.0]
-
-
-# -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_restored_center_is_the_first_and_of_the_same_model():

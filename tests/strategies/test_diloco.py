@@ -25,9 +25,6 @@ def centers(spec: str, losses: list[Any], ticks: int, **options: Any) -> list[fl
     return paths[0]
 
 
-# -- over the group ----------------------------------------------------------------------------------------------------
-
-
 def test_with_outer_rate_one_and_no_momentum_it_is_local_sgd() -> None:
     """CASE 5, with an inner optimizer whose state is kept, uneven slices, and a last window that is shorter."""
 
@@ -95,9 +92,6 @@ def test_rounds_of_nobody_change_nothing_and_who_has_no_rows_takes_the_center(sp
     for path in hands(spec, [slope(-1.0)] * 2, lambda hand: program(hand, 4)):
         assert path[1:6] == [alone[1]] * 5
         assert path[-2:] == alone[-2:] == [alone[3]] * 2
-
-
-# -- over a server -----------------------------------------------------------------------------------------------------
 
 
 def test_with_equal_speeds_the_server_gives_what_the_group_gives() -> None:
@@ -188,9 +182,6 @@ def test_with_another_number_of_workers_the_open_windows_become_one() -> None:
     assert merged.residual is not None
     assert (float(merged.residual), float(merged.start.joined()), merged.ticks, merged.counted) == (2.0, 2.0, 3, 1.0)
     assert [one.weight_of_window() for one in states] == [3.0, 1.0]
-
-
-# -- how far a global batch goes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,6 @@ def test_who_has_not_moved_or_has_no_rows_takes_no_part() -> None:
         assert close(zip(*paths, strict=True), wanted), where
 
 
-# -- how strong a force may be -------------------------------------------------------------------------------------------
-
-
 def warnings_of(spec: str, workers: int) -> list[list[str]]:
     """Each rank's."""
     strategy = strategy_of(spec)
@@ -191,9 +188,6 @@ def test_with_another_number_of_workers_the_window_begins_anew() -> None:
     merged = ElasticState(center=FlatVector([torch.zeros(1)]), memory=memory).merge(states, 2, 3)
     assert (merged.ticks, merged.moved, merged.inside, float(merged.center.joined())) == (0, False, False, 5.0)
     assert merged.memory is memory
-
-
-# -- whole trainings -----------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

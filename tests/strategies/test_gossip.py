@@ -50,9 +50,6 @@ def matrices(graph: str, size: int, rounds: int, **options: Any) -> list[Tensor]
     return made
 
 
-# -- mixing ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_ring_shrinks_the_consensus_error_round_by_round() -> None:
     """CASE 14: by 1/3 + 2/3·cos(2π/8) = .804738 where it is of the slowest kind; the mean stays."""
     wave = [5 + math.cos(2 * math.pi * rank / 8) for rank in range(8)]
@@ -74,8 +71,6 @@ def test_replicas_that_are_equal_keep_their_bits() -> None:
     for spec in ("gossip:graph=ring", "gossip:graph=random,weights=push-sum"):
         assert spread(spec, [0.1] * 5, 7).unique().tolist() == [0.1]
 
-
-# -- the algorithms, step by step --------------------------------------------------------------------------------------
 
 SHIFTS = (-1.0, 0.0, 4.0, 2.0, -3.0)
 RATE, CURVATURE = 0.1, 2.0
@@ -125,9 +120,6 @@ def test_a_round_comes_every_period_and_where_the_rows_end() -> None:
     first, second = hands("gossip:period=3", [slope(-1.0), slope(1.0)], path_of(5, ends=2))
     assert close([x for x, _ in first], [0.1, 0.2, 0.1, 0.2, 0.3, 0.0, 0.0])
     assert close([x for x, _ in second], [-x for x, _ in first])
-
-
-# -- ticks without rows ------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_without_rows_mixes_but_a_round_before_which_nobody_had_rows_mixes_nothing() -> None:
@@ -187,9 +179,6 @@ def test_a_round_sends_and_receives_at_once() -> None:
         ]
         way = turns * bits / bandwidth
         assert (seconds[1] - seconds[0]) / 3 == pytest.approx(way, rel=0.05), graph  # and control words
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
 
 
 def test_with_another_number_of_workers_all_count_the_same_again() -> None:

@@ -67,9 +67,6 @@ def test_alone_in_pairs_a_worker_keeps_its_own_bits() -> None:
     assert hands("gossip:graph=pairs", [slope(-1.0)], program) == [(float(step + step + step),) * 2]
 
 
-# -- another number of workers -----------------------------------------------------------------------------------------
-
-
 def written(folder: Path, spec: str, slopes: list[float], ticks: list[int]) -> Checkpoint:
     """By workers at `slopes` that made so many ticks each, in rank order."""
     turns = ScriptedTurns([rank for rank, count in enumerate(ticks) for _ in range(count)])

@@ -10,8 +10,6 @@ from manyhands.strategies.agn import AGN
 from manyhands.strategies.window import Window
 from manyhands.worker import Worker
 
-# -- agn: windows that are divided by their steps ------------------------------------------------------------------------
-
 
 def test_a_window_enters_divided_by_its_steps_and_so_does_the_short_last_one() -> None:
     """CASE 12: windows of 4, 4 and 2 steps of -.1 each enter as -.1 each.
@@ -43,9 +41,6 @@ def test_a_worker_without_rows_enters_nothing() -> None:
     assert hands("agn:window=4,bound=0", [slope(1.0)] * 2, program) == pytest.approx([-0.1] * 2)
 
 
-# -- dynsgd, distance: what is late, or where others have moved, counts less ----------------------------------------------
-
-
 def test_an_update_of_staleness_3_enters_with_weight_a_quarter() -> None:
     """CASE 12: worker 0 pulls, worker 1 makes three versions, worker 0 pushes: -.1·(1 + 1 + 1 + 1/4).
 
@@ -70,9 +65,6 @@ def test_weights_that_others_have_moved_count_less() -> None:
     for window, moved in ((1, -0.9), (2, -0.6)):
         ends = hands(f"distance:window={window},rate=1e-6", losses[:1], scripted([0] * 6, 3), start=[0.0, 0.0])
         assert close(ends[0], [moved, 0.0], 1e-15), window
-
-
-# -- what they share -----------------------------------------------------------------------------------------------------
 
 
 def test_without_a_server_it_is_refused() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from manyhands.comm import threads
 from manyhands.errors import BadInput
-from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
 from manyhands.strategies import CATALOGUE, strategy_of
 from manyhands.strategies.allreduce import AllReduce
@@ -208,29 +207,10 @@ _consensus_moves = broken(
 )
 
 
-@dataclass(kw_only=True)
-class _Velocity(State):
-    velocity: FlatVector
-    before: FlatVector | None = None
-
-
 class _Momentum(AllReduce):
-    """An outer momentum that goes on by itself."""
+    """An outer momentum outside of its state, which goes on by itself."""
 
-    def start(self, replica: Replica, worker: Worker) -> Any:
-        super().start(replica, worker)
-        return _Velocity(velocity=replica.zeros())
-
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> StepResult:
-        before = replica.parameters.clone()
-        answer = super().exchange(replica, worker, state)
-        state.velocity.mul_(0.5).add_(replica.parameters - before)
-        replica.parameters.add_(state.velocity, alpha=0.1)
-        return answer
-
-
-class _Remembers(AllReduce):
-    """Outer momentum outside of its state, damped by ticks without rows."""
+    alone = True
 
     def start(self, replica: Replica, worker: Worker) -> Any:
         super().start(replica, worker)
@@ -241,9 +221,15 @@ class _Remembers(AllReduce):
         before, velocity = replica.parameters.clone(), replica.velocity  # type: ignore[attr-defined]
         answer = super().exchange(replica, worker, state)
         velocity.mul_(0.5).add_(replica.parameters - before)
-        if replica.weight:
+        if self.alone or replica.weight:
             replica.parameters.add_(velocity, alpha=0.1)
         return answer
+
+
+class _Remembers(_Momentum):
+    """Ticks without rows damp it."""
+
+    alone = False
 
 
 class _TalksWithRowsOnly(AllReduce):

@@ -64,9 +64,6 @@ def test_fragments_are_of_about_the_same_length_and_cover_everything_once() -> N
         cut(layout(2, 1), 4)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_fragment_that_is_waited_for_is_the_plain_form_bit_for_bit() -> None:
     def program(trainer: StrategyWorker) -> dict[str, Tensor]:
         trainer.train(8)

@@ -113,9 +113,6 @@ def test_which_rules_add_what_the_workers_own_steps_moved():
     assert {name for name, rule in RULES.items() if rule.divides_by_staleness} == {"staleness"}
 
 
-# -- the outer optimizer moves the center as torch's own would ---------------------------------------------------------
-
-
 def outer(**options):
     return make_rule(ServerSpec(rule="outer", options=options))
 
@@ -161,9 +158,6 @@ def test_before_the_first_step_there_is_nothing_to_remember():
 def test_others_are_refused():
     for optimizer in ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer", "sgd"):
         refused("SGD, Adagrad", make_rule, ServerSpec(rule="outer", options={"optimizer": optimizer}))
-
-
-# -- pairs: every worker's vector, averaged two at a time --------------------------------------------------------------
 
 
 F64 = torch.float64
