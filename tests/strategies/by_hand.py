@@ -12,6 +12,7 @@ from manyhands.server.base import Encoded, Pushed, Server
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Change, Strategy
+from manyhands.strategies.graphs import edges
 from manyhands.testing.threads import ScriptedTurns, together
 from manyhands.worker import Worker
 
@@ -131,6 +132,15 @@ def close(found: Iterable[Any], wanted: Iterable[Any], abs: float = 1e-14) -> bo
     return torch.allclose(
         torch.as_tensor(list(found), dtype=F64), torch.as_tensor(list(wanted), dtype=F64), rtol=0, atol=abs
     )
+
+
+def matrix(graph: str, size: int, number: int = 0, **options: Any) -> Tensor:
+    """[size, size] what rank i has after round `number` of gossip, as a mean of what all had before."""
+    w = torch.eye(size, dtype=F64)
+    for source, target, share in edges(graph, size, number, **options):
+        w[target, source] += share
+        w[source, source] -= share
+    return w
 
 
 class ScriptedServer:

@@ -120,7 +120,7 @@ def test_with_feedback_it_converges_where_without_it_stalls() -> None:
     """
 
     def program(hand: Hand) -> float:
-        for _ in range(100):
+        for _ in range(60):
             hand.tick()
         return abs(float(hand.x[1]) - 1)
 

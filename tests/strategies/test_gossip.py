@@ -2,11 +2,10 @@
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, ROW, Hand, close, hands, path_of, quadratic, slope
+from by_hand import F64, ROW, Hand, close, hands, matrix, path_of, quadratic, slope
 from torch import Tensor
 
 import manyhands as mh
@@ -15,7 +14,6 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.replica.control_bits import MORE
 from manyhands.replica.replica import Replica
 from manyhands.strategies.gossip import GossipState
-from manyhands.strategies.graphs import edges
 
 FLAT = slope(0.0)  # nobody steps: only the mixing moves
 
@@ -36,18 +34,6 @@ def spread(spec: str, values: list[float], rounds: int) -> Tensor:
         return path
 
     return torch.tensor(hands(spec, [FLAT] * len(values), program), dtype=F64).T
-
-
-def matrices(graph: str, size: int, rounds: int, **options: Any) -> list[Tensor]:
-    """[size, size] of each round."""
-    made = []
-    for number in range(rounds):
-        w = torch.eye(size, dtype=F64)
-        for source, target, share in edges(graph, size, number, **options):
-            w[target, source] += share
-            w[source, source] -= share
-        made.append(w)
-    return made
 
 
 def test_a_ring_shrinks_the_consensus_error_round_by_round() -> None:
@@ -96,8 +82,8 @@ def test_d_psgd_takes_its_gradient_before_it_mixes_and_its_step_after() -> None:
     for graph in ("ring", "exponential", "random"):
         xs, centers, _ = followed(f"gossip:graph={graph}", 9)
         b, x = torch.tensor(SHIFTS, dtype=F64), torch.zeros(5, dtype=F64)
-        for tick, w in enumerate(matrices(graph, 5, 9)):
-            x = w @ x - RATE * CURVATURE * (x - b)
+        for tick in range(9):
+            x = matrix(graph, 5, tick) @ x - RATE * CURVATURE * (x - b)
             assert close(xs[tick], x, 1e-13), (graph, tick)
             assert close(centers[tick], [x.mean()] * 5, 1e-13), (graph, tick)
 
@@ -107,7 +93,8 @@ def test_sgp_steps_then_pushes_and_removes_the_bias_by_its_mass() -> None:
     for graph, seed in (("ring", 0), ("exponential", 0), ("random", 3)):
         zs, centers, masses = followed(f"gossip:graph={graph},weights=push-sum,seed={seed}", 12)
         b, x, w = torch.tensor(SHIFTS, dtype=F64), torch.zeros(5, dtype=F64), torch.ones(5, dtype=F64)
-        for tick, p in enumerate(matrices(graph, 5, 12, one_way=True, seed=seed)):
+        for tick in range(12):
+            p = matrix(graph, 5, tick, one_way=True, seed=seed)
             x, w = p @ (x - RATE * CURVATURE * (x / w - b)), p @ w
             assert close(masses[tick], w), (graph, tick)
             assert close(zs[tick], x / w, 1e-12), (graph, tick)

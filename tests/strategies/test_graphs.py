@@ -4,22 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from by_hand import matrix
 
 from manyhands.strategies.graphs import Turn, edges, round_of
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17)
 GRAPHS = ("ring", "exponential", "random")
 ROUNDS = 20
-
-
-def matrix(graph: str, size: int, number: int = 0, **options: object) -> Tensor:
-    """[size, size] what rank i has after round `number`, as a mean of what all had before."""
-    w = torch.eye(size, dtype=torch.float64)
-    for source, target, share in edges(graph, size, number, **options):
-        w[target, source] += share
-        w[source, source] -= share
-    return w
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

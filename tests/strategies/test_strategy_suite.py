@@ -24,6 +24,7 @@ from manyhands.worker import Worker
 ALL = ""
 TICKS = "consensus finish round_of_nothing worker_without_rows"
 MEMORY = TICKS + " resume"  # of what a worker keeps between ticks: windows, residuals
+MEAN = "agreed round_of_nothing worker_without_rows resume"  # of gradients
 PUSHES = "consensus finish pushes"  # of several workers at their own pace
 OWN_PACE = PUSHES + " resume"
 
@@ -41,25 +42,15 @@ class Row:
 STRATEGIES = {  # the row that a new strategy adds
     "solo": Row("one worker without a group", own_loop=ALL, sizes=(1,)),
     "allreduce": Row("the mean of gradients", own_loop=ALL),
-    "allreduce:overlap=true": Row(
-        "slices leave during backward", "agreed round_of_nothing worker_without_rows streams resume plain_loop", ALL
-    ),
-    "allreduce:combine=adasum": Row(
-        "another sum, of whole gradients", "agreed round_of_nothing worker_without_rows stop resume", ALL, (1, 4)
-    ),
-    "allreduce:sharded=true": Row(
-        "parts of the optimizer's state", "agreed finish round_of_nothing worker_without_rows repeat resume plain_loop"
-    ),
+    "allreduce:overlap=true": Row("slices leave during backward", MEAN + " streams plain_loop", ALL),
+    "allreduce:combine=adasum": Row("another sum, of whole gradients", MEAN + " stop", ALL, (1, 4)),
+    "allreduce:sharded=true": Row("parts of the optimizer's state", MEAN + " finish repeat plain_loop"),
     "allreduce:compress=topk:0.3": Row("a codec, with a residual", MEMORY + " plain_loop", ALL),
     "allreduce:compress=qsgd:4": Row("a codec that draws", "agreed repeat resume"),
     "allreduce:compress=powersgd:1": Row("a codec with a guess", "round_of_nothing resume"),
     "local-sgd:period=3": Row("the mean of parameters", own_loop=ALL),
-    "local-sgd:period=2,optimizer_state=reset,warmup=3": Row(
-        "all-reduce at first", "round_of_nothing worker_without_rows streams resume plain_loop", "consensus finish"
-    ),
-    "local-sgd:period=end,optimizer_state=kept": Row(
-        "no exchange before the end", "consensus finish streams stop resume plain_loop"
-    ),
+    "local-sgd:period=2,optimizer_state=reset,warmup=3": Row("all-reduce at first", MEAN + " streams", "finish"),
+    "local-sgd:period=end,optimizer_state=kept": Row("no exchange before the end", "finish streams stop resume"),
     "gossip": Row("mixing with a peer", own_loop=ALL),
     "gossip:graph=ring,period=3": Row("two peers; windows", MEMORY + " streams stop"),
     "gossip:graph=random": Row("one of three sits out", "consensus round_of_nothing worker_without_rows resume"),
@@ -103,9 +94,7 @@ STRATEGIES = {  # the row that a new strategy adds
     "eamsgd:period=3,bound=0": Row("in step", MEMORY),
     "eamsgd:period=2,via=group": Row("over the group", MEMORY + " streams", "consensus finish"),
     "quorum": Row("the mean of the first gradients", own_loop=ALL),
-    "quorum:backups=1": Row(  # which gradients count depends on who is first
-        "some come too late", "start consensus agreed finish worker_without_rows streams stop", "consensus finish"
-    ),
+    "quorum:backups=1": Row("the first count", "start consensus agreed finish worker_without_rows streams stop", "finish"),
     "quorum:compress=int8": Row("a codec of pushes", MEMORY, TICKS),
     "update-sharing:bound=0": Row("messages to all, in step", own_loop=ALL),
     "update-sharing": Row("messages at their own pace", own_loop=ALL),

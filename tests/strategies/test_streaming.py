@@ -1,6 +1,7 @@
 """Fragments that are synced in turn, and on their way while workers go on."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,43 +93,27 @@ def test_one_fragment_under_way_by_hand_for_which_the_end_waits() -> None:
             assert close(path, steps + more)
 
 
-class Listening:
-    """Writes down (tick, elements) of each mean that is started, and the numbers of those that are waited for."""
-
-    def __init__(self, trainer: StrategyWorker) -> None:
-        self.sent: list[tuple[int, int]] = []
-        self.waited: list[int] = []
-        start = trainer.worker.group.start_mean_
-
-        def listen(tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Any:
-            handle, number = start(tensor, weight, bits), len(self.sent)
-            self.sent.append((trainer.tick, tensor.numel()))
-            wait = handle.wait
-
-            class Told:
-                def wait(inner) -> Any:
-                    self.waited.append(number)
-                    return wait()
-
-            return Told()
-
-        trainer.worker.group.start_mean_ = listen  # type: ignore[method-assign]
-        trainer.replica.control.sync_if_due = lambda worker: True  # type: ignore[method-assign]
-
-
 def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None:
-    """The peak falls by the number of fragments, the sum stays; 64 numbers of the tiny model, period 4.
+    """(tick, elements) of each mean: the peak falls by the number of fragments, the sum stays; 64 numbers, period 4.
 
     At the end, what is under way is waited for, and the fragments that were stepped since are sent once more: the plain form's not.
     """
 
     def program(trainer: StrategyWorker) -> tuple[list[tuple[int, int]], list[int]]:
-        listening = Listening(trainer)
+        sent, waited, start = list[tuple[int, int]](), list[int](), trainer.worker.group.start_mean_
+
+        def listen(tensor: Tensor, weight: float = 1.0, bits: int = 0) -> Any:
+            wait, number = start(tensor, weight, bits).wait, len(sent)
+            sent.append((trainer.tick, tensor.numel()))
+            return SimpleNamespace(wait=lambda: (waited.append(number), wait())[1])
+
+        trainer.worker.group.start_mean_ = listen
+        trainer.replica.control.sync_if_due = lambda worker: True
         trainer.train(8)
-        within = list(listening.waited)
+        within = list(waited)
         trainer.finish()
-        assert listening.waited == list(range(len(listening.sent)))
-        return listening.sent, within
+        assert waited == list(range(len(sent)))
+        return sent, within
 
     plain, streamed, slow = (
         run_workers(strategy_of(f"diloco:period=4{more}"), 2, program)[0]

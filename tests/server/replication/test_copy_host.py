@@ -38,6 +38,7 @@ class Hosted:
         self.orders, self.reports = Orders(), queue.SimpleQueue[dict[str, Any]]()
         self.index, self.spec = process_index, spec or ServerSpec(rule="add")
         self.output: list[Any] = []
+        self.closing: list[Any] = []  # at the end
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
 
@@ -62,9 +63,11 @@ class Hosted:
         """A worker's server; where its connection ends it waits for the next one in `connections`."""
         self.connections: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self.connections.put(self.connect(worker_id, process))
-        return ServedServer(
+        server = ServedServer(
             self.spec, connect=lambda _: self.connections.get(timeout=10), shards=1, memory_from=memory_from
         )
+        self.closing.append(server)
+        return server
 
     def connect(self, worker_id: int = 0, process: int = 0) -> Channel:
         mine, its = socket.socketpair()
@@ -76,6 +79,8 @@ class Hosted:
         return channel
 
     def finish(self) -> Any:
+        for one in reversed(self.closing):
+            one.close()
         if self.thread.is_alive():
             self.orders.put({"type": "finish"})
         self.thread.join(10)
@@ -105,6 +110,7 @@ def linked(host: Hosted, number: int = 1) -> BackupLink:
     mine, its = socket.socketpair()
     host.view(number, host.index, number, its, recruit=-2)
     link = BackupLink(channel_of(mine), number)
+    host.closing.append(link)
     frame = link.receive()
     assert frame.kind == LinkFrame.IMAGE
     link.receive_vectors(from_json(frame.blob)["names"])
@@ -143,8 +149,6 @@ def test_a_push_is_answered_once_the_backup_has_it(primary: Hosted, memory_from:
         expect_waits(waiting, "a push that the backup has not acknowledged")
         link.acknowledge(index)
         waiting.result(10)
-    link.close()
-    worker.close()
 
 
 def test_updates_stay_in_memory_that_both_map_as_long_as_their_worker_waits_for_the_backup(primary: Hosted) -> None:
@@ -158,10 +162,6 @@ def test_updates_stay_in_memory_that_both_map_as_long_as_their_worker_waits_for_
         assert frame_of(link, Call.PUSH).elements == 0
         link.acknowledge(link.image + 2)  # type: ignore[attr-defined]
         waiting.result(10)
-    link.close()
-    primary.reports.get(timeout=10)
-    primary.view(2, -1)
-    worker.close()
 
 
 def test_what_a_pull_shows_the_backup_has(primary: Hosted) -> None:
@@ -174,9 +174,7 @@ def test_what_a_pull_shows_the_backup_has(primary: Hosted) -> None:
             expect_waits(looking, "a look at a version that the backup lacks")
             link.acknowledge(index)
             looking.result(10)
-    link.close()
     other.close()
-    first.close()
 
 
 def test_a_primary_whose_backup_is_gone_waits_for_the_next_view(primary: Hosted) -> None:
@@ -188,7 +186,6 @@ def test_a_primary_whose_backup_is_gone_waits_for_the_next_view(primary: Hosted)
         expect_waits(waiting, "a push that no backup can have")
         primary.view(3, -1)
         waiting.result(10)
-    worker.close()
 
 
 def test_nothing_of_a_fenced_process_enters_and_the_answer_waits_for_the_backup(primary: Hosted) -> None:
@@ -223,7 +220,6 @@ def test_a_primary_in_whose_place_another_one_is_answers_nothing(primary: Hosted
     assert select.select([channel], [], [], 10)[0]  # it has taken the view: the connection ends
     with pytest.raises(PeerLost):
         worker.push(torch.ones(N))
-    worker.close()
 
 
 @pytest.mark.parametrize(
@@ -271,8 +267,6 @@ def test_a_backup_goes_on_where_the_primary_was(spec: ServerSpec, memory_from: i
     first.connections.put(second.connect())
     step()
     step()
-    worker.close()
-    alone.close()
     assert isinstance(first.finish(), dict)
     assert isinstance(second.finish(), dict)
 

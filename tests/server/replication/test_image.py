@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from manyhands.errors import ManyhandsError
 from manyhands.server.base import ServerSpec
+from manyhands.server.replication.log import Call, Entry, make
 from manyhands.server.rules import RULES, make_rule
 from manyhands.server.store import Store
 
@@ -20,10 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "elastic": {"alpha": 0.3},
 }
 CALLS = (
-    ("push",) * 9
-    + ("tick",) * 5
-    + ("activate",) * 3
-    + ("pull", "pull", "read", "deactivate", "leave", "fence", "again")
+    ["PUSH"] * 9 + ["TICK"] * 5 + ["ACTIVATE"] * 3 + ["PULL", "PULL", "READ", "DEACTIVATE", "LEAVE", "FENCE", "AGAIN"]
 )
 
 
@@ -34,39 +33,23 @@ class Calls:
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.generations, self.sequences, self.ticks = [0] * WORKERS, [0] * WORKERS, [0] * WORKERS
 
-    def next(self) -> tuple[str, int, int, Any, float, int]:
+    def next(self) -> Entry:
         worker, name = self.random.randrange(WORKERS), self.random.choice(CALLS)
-        if name == "activate" and self.random.random() < 0.2:
+        if name == "ACTIVATE" and self.random.random() < 0.2:
             self.generations[worker] += 1
             self.sequences[worker] = self.ticks[worker] = 0
-        if name == "push":
-            self.sequences[worker] += 1
-        if name == "tick":
-            self.ticks[worker] += 1
-        numbers = {"push": self.sequences, "again": self.sequences, "tick": self.ticks}.get(name, self.generations)
+        self.sequences[worker] += name == "PUSH"
+        self.ticks[worker] += name == "TICK"
+        numbers = {"PUSH": self.sequences, "AGAIN": self.sequences, "TICK": self.ticks}.get(name, self.generations)
         update = torch.randn(N, generator=self.generator, dtype=torch.float64)
-        return name, worker, numbers[worker], update, float(self.random.choice([0, 1, 2.5])), self.random.randrange(4)
+        weight, bits = self.random.choice([0.0, 1.0, 2.5]), self.random.randrange(4)
+        return Entry(0, Call["PUSH" if name == "AGAIN" else name], worker, numbers[worker], weight, bits, (update,))
 
 
-def made(store: Store, call: tuple[str, int, int, Any, float, int]) -> Any:
+def made(store: Store, entry: Entry) -> Any:
     """What the store says to a call, as text, with all that it released."""
-    name, worker, number, update, weight, bits = call
     try:
-        match name:
-            case "pull":
-                reply: Any = store.pull(worker)
-            case "push" | "again":
-                reply = store.push(worker, number, update.clone(), weight, bits)
-            case "tick":
-                reply = store.tick(worker, bits, number)
-            case "read":
-                reply = store.read()
-            case "activate":
-                reply = store.activate(worker, number)
-            case "fence":
-                reply = store.fence(worker, number)
-            case _:
-                reply = getattr(store, name)(worker)
+        reply = make(store, replace(entry, vectors=tuple(vector.clone() for vector in entry.vectors)))
     except ManyhandsError as error:
         reply = error
     released, store.released = store.released, []
@@ -103,7 +86,7 @@ def test_a_copy_goes_on_as_the_store_does(rule: str, bound: int | None) -> None:
             call = calls.next()
             wanted = made(store, call)
             for copy in copies:
-                assert made(copy, call) == wanted, (seed, index, call[:3])
+                assert made(copy, call) == wanted, (seed, index, call)
 
 
 def test_a_store_without_a_center_is_copied_too() -> None:
