@@ -76,24 +76,6 @@ def test_the_mean_is_weighted_by_rows(spec: str) -> None:
     assert close(hands(spec, [slope(-1.0), slope(-7.0)], program), [0.6, 0.6])
 
 
-@pytest.mark.parametrize("spec", ["diloco:period=2", "diloco:period=2,via=server,bound=0"])
-def test_rounds_of_nobody_change_nothing_and_who_has_no_rows_takes_the_center(spec: str) -> None:
-    """CASE 27, the outer momentum included."""
-
-    def program(hand: Hand, empty: int) -> list[float]:
-        path = []
-        for batch in (ROW, ROW, *[None] * empty, ROW, ROW):
-            hand.tick(None if hand.worker.rank else batch)
-            path.append(float(hand.center))
-        hand.gradient()
-        return [*path, float(hand.x)]
-
-    alone = hands(spec, [slope(-1.0)], lambda hand: program(hand, 0))[0]
-    for path in hands(spec, [slope(-1.0)] * 2, lambda hand: program(hand, 4)):
-        assert path[1:6] == [alone[1]] * 5
-        assert path[-2:] == alone[-2:] == [alone[3]] * 2
-
-
 def test_with_equal_speeds_the_server_gives_what_the_group_gives() -> None:
     """Two windows of four ticks and one of two: at each tick all take their gradient, then all exchange."""
     wanted = centers("diloco:period=4", LOSSES, 10, start=[1.0])[-1]

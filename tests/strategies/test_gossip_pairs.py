@@ -1,11 +1,9 @@
 """Gossip in pairs on mathematics that a hand can check, and as runs that go on with another number of workers."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from by_hand import F64, Hand, hands, slope
+from by_hand import Hand, hands, slope
 
 from manyhands.checkpoint import checkpoints, run_state
 from manyhands.checkpoint.checkpoints import Checkpoint
@@ -49,22 +47,6 @@ def test_in_whatever_order_nothing_is_lost() -> None:
     for options, shards in (("", 1), (",period=3", 2), (",bound=0", 1), (",period=3,bound=0", 2)):
         ends = hands(f"gossip:graph=pairs{options}", [slope(-1.0), slope(-2.0), slope(-3.0)], program, shards=shards)
         assert ends == pytest.approx([7 * 0.2] * 3, abs=1e-13), (options, shards)
-
-
-def test_alone_in_pairs_a_worker_keeps_its_own_bits() -> None:
-    """CASE 1: the sum of what steps moved is not always rounded as the steps were, so the server's answer is not taken over."""
-
-    def program(hand: Hand) -> tuple[float, float]:
-        push = hand.worker.server.push
-        hand.worker.server.push = lambda *given, **options: replace(
-            push(*given, **options), answer=torch.full_like(given[0], torch.nan)
-        )
-        for _ in range(3):
-            hand.tick()
-        return float(hand.x), float(hand.center)
-
-    step = torch.tensor(0.1, dtype=F64)
-    assert hands("gossip:graph=pairs", [slope(-1.0)], program) == [(float(step + step + step),) * 2]
 
 
 def written(folder: Path, spec: str, slopes: list[float], ticks: list[int]) -> Checkpoint:

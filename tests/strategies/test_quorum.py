@@ -1,12 +1,11 @@
 """Quorum: the mean of the first gradients, and how a late worker catches up."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from by_hand import F64, Hand, ScriptedServer, clients_of, hands, slope
+from by_hand import F64, ScriptedServer, clients_of
 from torch import Tensor, nn
 
 import plain
@@ -99,18 +98,6 @@ def test_with_backups_only_a_step_without_any_rows_ends_a_stream() -> None:
         state = plain.started(strategy, replica, worker)
         replica.backward(None)
         assert strategy.exchange(replica, worker, state).rows_left is more, (backups, weight)
-
-
-def test_with_backups_all_workers_hold_the_same_parameters_after_the_same_tick() -> None:
-    """Whoever is dropped: 3 workers at different slopes, of which the first two of each step count."""
-
-    def program(hand: Hand) -> list[float]:
-        return [(hand.tick(), float(hand.x))[1] for _ in range(12)]
-
-    paths = hands("quorum:backups=1", [slope(float(rank + 1)) for rank in range(3)], program)
-    assert paths[0] == paths[1] == paths[2]
-    for before, after in pairwise([0.0, *paths[0]]):
-        assert any(after - before == pytest.approx(-0.1 * mean) for mean in (1.5, 2.0, 2.5))
 
 
 def test_nobody_is_behind_a_checkpoint() -> None:

@@ -220,6 +220,7 @@ def test_a_primary_in_whose_place_another_one_is_answers_nothing(primary: Hosted
     assert select.select([channel], [], [], 10)[0]  # it has taken the view: the connection ends
     with pytest.raises(PeerLost):
         worker.push(torch.ones(N))
+    worker.close()
 
 
 @pytest.mark.parametrize(
