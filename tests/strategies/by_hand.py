@@ -46,9 +46,12 @@ def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 class Hand:
     """A worker that is told when to take a gradient, and when to exchange it."""
 
-    def __init__(self, strategy: Strategy, worker: Worker, loss: Any, start: list[float], rate: float) -> None:
+    def __init__(
+        self, strategy: Strategy, worker: Worker, loss: Any, start: list[float] | nn.Module, rate: float
+    ) -> None:
         self.strategy, self.worker = strategy, worker
-        self.replica = Replica.of(Point(start), sgd(rate), group=worker.group, loss=loss)
+        model = start if isinstance(start, nn.Module) else Point(start)
+        self.replica = Replica.of(model, sgd(rate), group=worker.group, loss=loss)
         self.state = strategy.start(self.replica, worker)
         strategy.synchronize(self.replica, worker, self.state, Change())
         if worker.server is not None:

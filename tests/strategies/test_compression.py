@@ -1,4 +1,4 @@
-"""Compression in strategies: nothing is lost, what does not count leaves the residual, and what the options refuse."""
+"""Compression in strategies: nothing is lost, what does not count leaves the residual, and what is drawn."""
 
 from typing import Any
 
@@ -45,23 +45,19 @@ def pulled_to(seed: int) -> Any:
 class Wide(Hand):
     """A worker with a Plane that notes its gradients."""
 
-    def __init__(self, spec: str, worker: Worker, seed: int) -> None:
-        self.strategy, self.worker = strategy_of(spec), worker
-        self.replica = Replica.of(Plane(), sgd(0.1), group=worker.group, loss=pulled_to(seed))
-        self.state = plain.started(self.strategy, self.replica, worker)
-        self.gradients = torch.zeros_like(self.replica.gradients.parts[0])
-        if worker.server is not None:
-            worker.server.activate()
-        worker.group.barrier()
+    gradients: Any = 0.0
 
     def note(self) -> None:
         self.gradient()
-        self.gradients += self.replica.gradients.parts[0]
+        self.gradients = self.gradients + self.replica.gradients.parts[0]
         self.exchange()
 
 
 def wide(spec: str, size: int, program: Any, shards: int = 1) -> list[Any]:
-    return together(size, lambda w: program(Wide(spec, w, w.rank)), clients_of(strategy_of(spec), size, shards))
+    def run(worker: Worker) -> Any:
+        return program(Wide(strategy_of(spec), worker, pulled_to(worker.rank), Plane(), 0.1))
+
+    return together(size, run, clients_of(strategy_of(spec), size, shards))
 
 
 @pytest.mark.parametrize("codec", CODECS)
