@@ -63,7 +63,7 @@ def test_a_step_by_hand():
 
 def test_accuracy_is_the_share_of_rows_on_their_side_of_0():
     rows = Csr([0, 1, 2, 3], [0, 0, 0], [1.0] * 3, [1, 0, 1], features=1)
-    made = kernels.FM.of(rows)
+    made = kernels.FM.of(rows, dtype="float64")
     tables = made.module(0).tables()
     tables["bias"][:] = 0.3
     loss = (2 * math.log1p(math.exp(-0.3)) + math.log1p(math.exp(0.3))) / 3

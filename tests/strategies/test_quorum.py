@@ -36,8 +36,9 @@ def ends_of(spec: str, workers: int) -> list[Tensor]:
             worker.server.activate()
         worker.group.barrier()
         part = slice(worker.rank * 3, worker.rank * 3 + worker.rank + 1)
-        for replica.tick in range(5):
+        for tick in range(5):
             replica.begin_tick()
+            replica.tick = tick
             replica.backward((x[part], y[part]))
             strategy.exchange(replica, worker, state)
         return replica.parameters.parts[0].clone()
