@@ -32,7 +32,7 @@ def task(batch_size: int = 12) -> mh.Task:
 
 def test_one_worker_is_sequential_sgd() -> None:
     """Its own updates are all that moves the center, however late it sees them there."""
-    expected = train("solo", "sim", 1).parameters
+    expected = train("solo", "auto", 1).parameters
     for strategy in [*OVERLAPPING[:3], "downpour:push_every=2,pull_every=3,overlap=true"]:
         assert (train(strategy, "sim", 1).parameters - expected).abs().max() < 1e-12, strategy
 
