@@ -166,9 +166,9 @@ def test_pushes_that_are_held_are_no_part_of_a_snapshot():
     store, push = store_of(bound=0)
     push(0, 1.0)
     push(0, 2.0)
-    for _ in range(2):
-        store.tick(1, 0)
-        store.tick(0, 0)
+    for bits in (1, 0):
+        store.tick(1, bits)
+        assert store.tick(0, 2 * bits) == Go(3 * bits), "the OR of this tick's bits"
         taken(store)
         assert push(0, 1.0).staleness == 0
     assert push(1, 0.0) == Held(3, 2), "the other had no part in them"
@@ -184,6 +184,19 @@ def test_pushes_that_are_held_are_no_part_of_a_snapshot():
         store.deactivate(worker)
     store.activate(0, 0)
     assert store.tick(0, 2) == Go(2), "bits of a tick that nobody completed are forgotten"
+
+
+def test_the_pushes_of_a_tick_are_one_version_in_rank_order():
+    """CASE 11: bit-equal whatever the speeds; who begins later has the ticks of the slowest."""
+    store, push = store_of(workers=3, bound=0)
+    for worker in (1, 2, 0):
+        push(worker, [0.1, 1e16, -1e16][worker])
+    store.deactivate(2)
+    for worker in (0, 1):
+        store.tick(worker, 0)
+    assert (store.center.tolist(), store.version) == ([0.0], 1), "0.1 is rounded away where it comes first"
+    store.activate(2, 0)
+    assert store.slowest == 1
 
 
 def test_rules_that_answer_do_so_inside_the_tick():

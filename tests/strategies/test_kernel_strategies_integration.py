@@ -72,10 +72,11 @@ def test_one_worker_of_solo_hogwild_and_local_sgd_has_the_kernels_bits() -> None
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """On processes as simulated."""
     for strategy, workers in (("hogwild", 1), ("local-sgd:period=3", 2)):
-        folder, options = tmp_path / strategy[:3], {"last_rate": None, "rate_decay": 0.9}
+        engine = "sim" if workers > 1 else "local"
+        folder, options = tmp_path / strategy[:3], {"last_rate": None, "rate_decay": 0.9, "engine": engine}
         trained(strategy, workers, **options, run_dir=folder, checkpoint_every=1, max_steps=13)
         run = trained(strategy, workers, **options, run_dir=folder, resume=True, max_steps=None)
-        assert same(run, trained(strategy, workers, **options, engine="sim" if workers > 1 else "local")), strategy
+        assert same(run, trained(strategy, workers, **options | {"engine": "local"})), strategy
 
 
 def test_an_asynchronous_run_is_replayed_with_the_same_bits(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from manyhands.strategies import server_strategy, spec_of, strategy_of
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.base import Leasing
 from manyhands.strategies.diloco import DiLoCo
+from manyhands.strategies.easgd import EASGD
+from manyhands.strategies.gossip import Gossip
 from manyhands.strategies.quorum import Quorum
 from refusals import all_refused, refused
 
@@ -40,15 +42,12 @@ REFUSED = [
     ("quorum:backups=-1", "backups must be a whole number of at least 0"),
     ("easgd:period=0", "period must be a whole number of at least 1"),
     ("easgd:alpha=0", "alpha must be a number above 0, or none"),
-    ("easgd:via=mail", "via must be server or group"),
     ("easgd:via=group,bound=0", "have no effect with via=group"),
     ("easgd:via=group,warmup=5", "have no effect with via=group"),
     ("easgd:bound=0,warmup=5", "give bound=1 or more, or no warmup"),
     ("easgd:overlap=true,bound=0", "overlap=true lets a worker compute while it exchanges, and bound=0"),
     ("easgd:overlap=true,via=group", "overlap=true is for a server"),
     ("eamsgd:momentum=1", "momentum must be 0 or more and below 1"),
-    ("gossip:graph=star", "graph must be one of exponential, ring, random, pairs"),
-    ("gossip:weights=mean", "weights must be one of doubly-stochastic, push-sum"),
     ("gossip:period=0", "period must be a whole number of at least 1"),
     ("gossip:graph=random,seed=-1", "seed must be a whole number of at least 0"),
     ("gossip:graph=ring,seed=1", "seed has no effect with graph=ring"),
@@ -66,7 +65,6 @@ REFUSED = [
     ("diloco:outer_momentum=1.0", "outer_momentum must be a number from 0 to below 1"),
     ("diloco:compress=zip", "compress=zip: no codec 'zip'"),
     ("diloco:feedback=true", "feedback=true needs compress"),
-    ("diloco:via=mail", "via must be group or server"),
     ("diloco:streaming=-1", "streaming must be a whole number of at least 0"),
     ("diloco:overlap=1", "overlap has no effect: leave it out, or give streaming=2"),
     ("diloco:mixing=0.5", "mixing has no effect: leave it out, or give streaming=2"),
@@ -87,10 +85,14 @@ REFUSED = [
 
 def test_what_cannot_be_is_refused() -> None:
     all_refused(strategy_of, REFUSED)
-    wrong: list[tuple[type[Any], dict[str, Any], str]] = [  # what no spec can say
+    wrong: list[tuple[type[Any], dict[str, Any], str]] = [  # which no spec can say
         (AllReduce, {"compress": 0.1}, "compress must be a string such as topk:0.01"),
         (AllReduce, {"compress": "int8", "feedback": "x"}, "feedback must be true, false or none"),
         *((DiLoCo, {"outer_momentum": x}, "outer_momentum must be a number from 0 to below 1") for x in (True, None)),
+        (DiLoCo, {"via": "mail"}, "via must be group or server"),
+        (EASGD, {"via": "mail"}, "via must be server or group"),
+        (Gossip, {"graph": "star"}, "graph must be one of exponential, ring, random, pairs"),
+        (Gossip, {"weights": "mean"}, "weights must be one of doubly-stochastic, push-sum"),
         (DiLoCo, {"outer_rate": "0.7"}, "outer_rate must be a number above 0"),
         (DiLoCo, {"streaming": 2, "mixing": "a"}, "mixing must be a number from 0 to below 1"),
     ]

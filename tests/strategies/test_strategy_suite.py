@@ -22,7 +22,7 @@ from manyhands.testing.strategy_suite import SIZES, STRATEGY_SUITE, checks_for, 
 from manyhands.worker import Worker
 
 ALL = ""
-TICKS = "consensus finish round_of_nothing worker_without_rows"
+TICKS = "finish round_of_nothing worker_without_rows"
 MEMORY = TICKS + " resume"  # of what a worker keeps between ticks: windows, residuals
 MEAN = "agreed round_of_nothing worker_without_rows resume"  # of gradients
 PUSHES = "consensus finish pushes"  # of several workers at their own pace
@@ -123,7 +123,7 @@ def applying(spec: str, names: str, *, own_loop: bool = False) -> list[str]:
 def test_a_strategy_passes(spec: str, check: str) -> None:
     """CASES 1, 18, 19, 25, 27; for the options of one strategy on several workers, unless only one repeats its bits."""
     row, strategy = STRATEGIES[spec], strategy_of(spec)
-    one = not row.checks or (check == "resume" and strategy.leasing() is not None)
+    one = strategy.leasing() is not None if check == "resume" else not row.checks
     STRATEGY_SUITE[check](strategy, sizes=row.sizes if one else row.sizes[-1:])
 
 

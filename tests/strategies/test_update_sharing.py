@@ -71,7 +71,7 @@ def test_two_workers_in_step_by_hand() -> None:
 
 def test_the_threshold_follows_the_density() -> None:
     """Steps of the same lengths again and again: messages have 3 values of 100, whatever the first threshold was."""
-    n, warm = 200, 100
+    n, warm = 200, 60
     slopes = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
 
     def program(hand: Hand) -> float:

@@ -232,6 +232,18 @@ def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
     assert store.center.tolist() == [1.0]
 
 
+def test_a_snapshot_goes_on_with_the_count_of_pushes_which_draws_partners():
+    """CASE 19."""
+    stores = [pairs_of(5) for _ in range(2)]
+    for number in range(1, 4):
+        give(stores[0], 0, number, float(number))
+    stores[1].restore(*stores[0].capture())
+    for store, first in zip(stores, (4, 1), strict=True):
+        for later in range(5):
+            give(store, 0, first + later, 1.0)
+    assert vectors(stores[0]) == vectors(stores[1])
+
+
 def test_with_another_number_of_workers_all_begin_at_the_center():
     store = pairs_of(2)
     give(store, 0, 1, 4.0)
