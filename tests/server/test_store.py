@@ -196,7 +196,7 @@ def test_the_pushes_of_a_tick_are_one_version_in_rank_order():
         store.tick(worker, 0)
     assert (store.center.tolist(), store.version) == ([0.0], 1), "0.1 is rounded away where it comes first"
     store.activate(2, 0)
-    assert store.slowest == 1
+    assert store._gate.finished(2) == 1
 
 
 def test_rules_that_answer_do_so_inside_the_tick():
