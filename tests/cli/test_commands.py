@@ -21,7 +21,7 @@ from manyhands.engines import engine_of
 from manyhands.engines.hosts import join
 
 
-def test_help_teaches_by_example_and_does_not_import_torch() -> None:
+def test_help_and_version_do_not_need_torch() -> None:
     assert "manyhands train digits --workers 2" in invoke("train", "--help").stdout
     for name in ("predict", "evaluate"):
         shown = invoke(name, "--help").stdout
@@ -31,9 +31,6 @@ def test_help_teaches_by_example_and_does_not_import_torch() -> None:
     assert not re.search(r"\| +(torch|numpy)$", found.stderr, re.MULTILINE)
     for word in ("train", "run", "replay", "join", "strategies", "tasks", "engines", "--version", "75 preempted"):
         assert word in found.stdout
-
-
-def test_version_and_the_module_is_the_command() -> None:
     line = rf"manyhands {mh.__version__}, Python 3\.\S+, torch \S+\n"
     assert re.fullmatch(line, invoke("--version").stdout)
     run = subprocess.run([sys.executable, "-m", "manyhands", "--help"], capture_output=True, text=True, timeout=60)
@@ -99,23 +96,17 @@ def test_bad_input_ends_with_2_and_says_what_was_expected() -> None:
     for says, *words in (
         ("auto, json, quiet", "train", "digits", "--log", "loud"),
         ("METRIC:PATIENCE", "train", "digits", "--early-stopping", "loss:soon"),
-        ("METRIC:PATIENCE", "train", "digits", "--early-stopping", "loss:²"),
         ("METRIC:PATIENCE", "train", "digits", "--early-stopping", f"loss:{'9' * 5000}"),
-        ("validate_every must be", "train", "digits", "--validate-every=--5"),
         ("validate_every must be", "train", "digits", "--validate-every", "-5"),
         ("checkpoint_every must be", "train", "digits", "--checkpoint-every", "²"),
         ("--workers must be whole numbers", "compare", "digits", "--workers", "1,²"),
-        ("--roles must list each role once", "run", "--roles", "ps=²", "script.py"),
         ("--roles must list each role once", "run", "--roles", f"ps={'9' * 5000}", "script.py"),
         ("timeout_s must be", "run", "--timeout", "nan", __file__),
         ("wait_s must be", "join", "127.0.0.1:7000", "--workers", "1", "--wait", "inf"),
-        ("many", "train", "digits", "--workers", "many"),
         ("--workers", "train", "digits", "--wrokers", "2"),
         ("manyhands train digits", "train"),
         ("Missing argument", "compare"),
         ("trian", "trian"),
-        ("did you mean", "strategies", "alreduce"),
-        ("did you mean", "engines", "lokal"),
         ("did you mean", "tasks", "digit"),
         ("nosuch:// is not a known file system", "train", "digits", "--run-dir", "nosuch://bucket/run"),
         ("engine local has no option 'listen'", "train", "digits", "--engine", "local", "--listen", "10.0.0.1"),
@@ -145,7 +136,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
     assert seen == given | defaults | nothing
 
 
-def test_the_tables_list_what_there_is() -> None:
+def test_each_entry_is_listed_and_each_option_of_it_explained() -> None:
     strategies, tasks, engines = (invoke(name) for name in ("strategies", "tasks", "engines"))
     for word in ("allreduce", "local-sgd", "period=8 (int | end)", "overlap=false (bool)", "Stich, 2019"):
         assert word in strategies.stdout
@@ -153,22 +144,29 @@ def test_the_tables_list_what_there_is() -> None:
     for word in ("local", "torchrun", "listen=127.0.0.1 (str)", "wait_s=600.0 (float)", "--engine hosts:"):
         assert word in engines.stdout
     assert ".py" not in engines.stdout
+    for kind in ("strategies", "engines"):
+        catalogue = importlib.import_module(f"manyhands.{kind}").CATALOGUE
+        for name in catalogue:
+            maker = spec.find(name, catalogue, kind)
+            docs = spec.field_docs(maker)
+            shown = invoke(kind, name).stdout
+            for option in spec.options_of(maker):
+                assert re.search(rf"^  {option}=", shown, re.MULTILINE), (name, option)
+                assert docs[option].split()[0] in shown, (name, option)
+    shown = invoke("tasks", "digits").stdout  # with the task's own values
+    assert re.search(r"batch_size=32 .*\n +GLOBAL rows a step", shown)
+    assert "optimizer=" not in shown  # no text can say it
 
 
 def test_a_run_directory_is_named_after_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {
-        "digits:epochs=5": "digits-",
-        "sub/my.py:task:width=3": "my-task-",
-        "my.py:my task": "my-my-task-",
-        "": "task-",
-    }
+    names = {"digits:epochs=5": "digits-", "sub/my.py:task:width=3": "my-task-", "": "task-"}
     for task, start in names.items():
         assert re.fullmatch(start + r"\d{8}-\d{6}-\d+", options.stamped("", task).name), task
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a/b c")  # torchrun's processes agree on a directory
     assert options.stamped("", "digits") == Path("runs/digits-a-b-c")
 
 
-def test_several_local_workers_get_their_server_before_torch_and_it_ends_whatever_happens(
+def test_several_local_workers_get_their_server_before_torch_and_it_always_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -261,39 +259,19 @@ def test_roles_and_ways_to_run_that_cannot_be() -> None:
         (["--auto", "--roles", "worker=2"], "leave one of them out"),
         (["--auto", "--engine", "hosts"], "--auto runs a script on engine local"),
         (["--verify", "3"], "add --auto"),
-        (["--own-batches"], "add --auto"),
         (["--share-gpu"], "add --auto"),
         (["--auto", "--verify", "0"], "at least 1, not 0"),
-        (["--auto", "--verify", "-1"], "at least 1, not -1"),
         (["--auto", "--verify", "3", "--own-batches"], "N times as large"),
         (["--auto", "--verify", "3", "--strategy", "local-sgd"], "not meant to be equal"),
         (["--as", "distributed", "--verify", "3"], "leave it out, or give --as loop"),
-        (["--as", "keras", "--own-batches"], "leave it out, or give --as loop"),
-        (["--as", "distributed", "--strategy", "downpour"], "averages for itself: leave --strategy"),
         (["--as", "distributed", "--servers", "1"], "averages for itself: leave --strategy and --servers out"),
         (["--until", "chief"], "add --roles worker=2"),
         (["--engine", "hosts"], "add --roles worker=2"),
-        (["--tensorboard", "logs"], "add --roles worker=2"),
     ):
         refused(says, "run", *words, "script.py")
 
 
 # -- what an option means ----------------------------------------------------------------------------------------------
-
-
-def test_each_option_of_each_entry_is_explained() -> None:
-    for kind in ("strategies", "engines"):
-        catalogue = importlib.import_module(f"manyhands.{kind}").CATALOGUE
-        for name in catalogue:
-            maker = spec.find(name, catalogue, kind)
-            docs = spec.field_docs(maker)
-            shown = invoke(kind, name).stdout
-            for option in spec.options_of(maker):
-                assert re.search(rf"^  {option}=", shown, re.MULTILINE), (name, option)
-                assert docs[option].split()[0] in shown, (name, option)
-    shown = invoke("tasks", "digits").stdout  # with the task's own values
-    assert re.search(r"batch_size=32 .*\n +GLOBAL rows a step", shown)
-    assert "optimizer=" not in shown  # no text can say it
 
 
 def test_help_shows_what_each_field_means() -> None:

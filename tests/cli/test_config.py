@@ -1,7 +1,5 @@
 """`--config run.toml`, the file that `--print-config` writes, and what a shell completes."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -92,15 +90,15 @@ def test_trackers_are_options(asked: dict[str, Any], tmp_path: Path) -> None:
         assert kinds == ["Progress", "TensorBoard", "MLflow", "WandB"]
 
 
-def test_shells_complete_strategies_tasks_and_engines() -> None:
+def test_shells_complete_strategies_tasks_and_engines_and_without_one_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert completing("strategies")("lo") == ["local-sgd"]
     with_d = ["diloco", "downpour", "dynsgd", "distance"]
     assert completing("strategies")("allreduce,d") == [f"allreduce,{name}" for name in with_d]
     assert completing("tasks")("") == [*tasks.CATALOGUE]
     assert "hosts" in completing("engines")("h")
 
-
-def test_completion_without_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def undetected() -> tuple[str, str]:
         raise shellingham.ShellDetectionFailure
 

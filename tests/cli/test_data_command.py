@@ -1,7 +1,5 @@
 """`manyhands data`: what it shows, what it writes, what it ends with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands that measure: what they hand to the library, and what they show of what it gives back."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,10 +91,21 @@ def test_without_the_report_extra_the_table_is_printed_and_the_page_can_be_made_
     assert list(tmp_path.glob("*/report.html"))
 
 
-def test_workers_are_numbers(compared: dict[str, Any], tmp_path: Path) -> None:
+def test_workers_are_numbers_and_estimates_that_do_not_go_together(
+    compared: dict[str, Any], tmp_path: Path, nothing_starts: None
+) -> None:
     for name, more in (("compare", []), ("estimate", ["--profile", str(tmp_path)])):
         for workers in ("two", "2,0", "2,,4", ""):
             refused("--workers must be whole numbers of at least 1", name, "digits", "--workers", workers, *more)
+    for words, reason in (
+        (["--engine", "hosts"], "estimate knows --engine sim (the default: time, by a profile) and --engine spark"),
+        (["--engine", "sim:network=lan", "--profile", "p.json"], "are --network and --compute here"),
+        (["--engine", "spark", "--steps", "9"], "--steps is of estimates of time"),
+        (["--engine", "spark", "--workers", "2,4"], "give one number of workers and one strategy"),
+        (["--engine", "spark", "--strategies", "solo,diloco"], "give one number of workers and one strategy"),
+        (["--workers-per-executor", "2"], "--workers-per-executor is of executors: give --engine spark"),
+    ):
+        refused(reason, "estimate", "digits", *words)
 
 
 def noting(monkeypatch: pytest.MonkeyPatch, function: str, **gives: Any) -> dict[str, Any]:
@@ -134,15 +143,3 @@ def test_estimate_asks_for_a_profile_or_for_spark(monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 0, done.output
     assert (asked["workers"], asked["workers_per_executor"], asked["strategy"]) == (6, 2, "dynsgd")
     assert (asked["engine"], asked["batch_size"]) == ("spark:memory_mb=64", 60)
-
-
-def test_estimates_that_do_not_go_together(nothing_starts: None) -> None:
-    for words, reason in (
-        (["--engine", "hosts"], "estimate knows --engine sim (the default: time, by a profile) and --engine spark"),
-        (["--engine", "sim:network=lan", "--profile", "p.json"], "are --network and --compute here"),
-        (["--engine", "spark", "--steps", "9"], "--steps is of estimates of time"),
-        (["--engine", "spark", "--workers", "2,4"], "give one number of workers and one strategy"),
-        (["--engine", "spark", "--strategies", "solo,diloco"], "give one number of workers and one strategy"),
-        (["--workers-per-executor", "2"], "--workers-per-executor is of executors: give --engine spark"),
-    ):
-        refused(reason, "estimate", "digits", *words)

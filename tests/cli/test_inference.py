@@ -1,7 +1,5 @@
 """`manyhands predict` and `manyhands evaluate`: what they write, print and end with."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -82,7 +80,7 @@ def test_a_file_of_outputs_and_metrics_of_the_tasks_own_rows(workers: str, tmp_p
     assert json.loads(as_json.stdout)["loss"] == pytest.approx(saved["test_loss"], rel=1e-9)
 
 
-def test_columns_of_a_table_go_along_and_rows_may_be_named_by_a_file_of_python(tmp_path: Path) -> None:
+def test_columns_of_a_table_rows_of_a_file_of_python_and_other_metrics(tmp_path: Path) -> None:
     words = ["--function", "my_rows.py:outputs", "--keep", "id"]
     done = invoke("predict", "run", "table.parquet", "-o", str(tmp_path / "out.arrow"), *GIVEN, *words)
     assert done.exit_code == 0, done.output
@@ -93,9 +91,6 @@ def test_columns_of_a_table_go_along_and_rows_may_be_named_by_a_file_of_python(t
     done = invoke("predict", "run", "my_rows.py:rows", "-o", str(tmp_path / "out.parquet"), *GIVEN)
     assert done.exit_code == 0, done.output
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 60
-
-
-def test_other_metrics_on_other_rows() -> None:
     np.savez("pairs.npz", x=np.zeros(3), y=np.zeros(3))
     done = invoke("evaluate", "run", *GIVEN, "--metrics", "my_rows.py:metrics", "--json")
     assert list(json.loads(done.stdout)) == ["mean"]

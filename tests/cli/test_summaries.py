@@ -1,7 +1,5 @@
 """`manyhands summary`: a finished run, one that is not, a comparison, and what is none."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -69,7 +67,7 @@ def test_a_run_that_is_not_finished_is_told_as_far_as_it_came(tmp_path: Path) ->
     assert "--resume" in done.stdout
 
 
-def test_a_comparison_is_told_again_and_its_page_made(tmp_path: Path) -> None:
+def test_a_comparison_is_told_again_its_page_made_and_what_is_no_run_refused(tmp_path: Path) -> None:
     options: dict[str, Any] = {"engine": "sim:compute='row=1e-3'", "repeats": 1, "validations": 1}
     found = mh.compare(task(epochs=1), strategies=["allreduce"], workers=[2], **options)
     page = save(found, tmp_path)
@@ -80,9 +78,6 @@ def test_a_comparison_is_told_again_and_its_page_made(tmp_path: Path) -> None:
     assert page.exists()
     (tmp_path / "report.json").write_text("{}")
     refused("", "summary", str(tmp_path))
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     for place in ("nothing", "file", "folder"):

@@ -1,7 +1,5 @@
 """Metrics of N workers are those of one, and of a formula over all rows."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,6 +94,7 @@ def torchmetrics() -> Any:
     return pytest.importorskip("torchmetrics")
 
 
+@pytest.mark.slow
 def test_states_of_torchmetrics_are_merged(torchmetrics: Any) -> None:
     """Sums, lists of rows, bins, the largest, and moments, which are merged by a rule of their own."""
     binary = torchmetrics.classification
@@ -128,6 +127,7 @@ def test_states_of_torchmetrics_are_merged(torchmetrics: Any) -> None:
                 assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5), (metric, workers)
 
 
+@pytest.mark.slow
 def test_a_worker_without_rows_takes_no_part_in_the_merge(torchmetrics: Any) -> None:
     """Lists of rows are empty there, and sums are zero."""
     scores, targets = torch.linspace(0, 1, 9), (torch.arange(9) % 3 > 0).long()
@@ -144,6 +144,7 @@ def test_a_worker_without_rows_takes_no_part_in_the_merge(torchmetrics: Any) -> 
     assert together(3, program) == [pytest.approx(float(alone.compute()))] * 3
 
 
+@pytest.mark.slow
 def test_collections_metrics_of_several_numbers_and_what_cannot_be_merged(torchmetrics: Any) -> None:
     each = torchmetrics.classification.MulticlassAccuracy(3, average=None)
     all_rows = torchmetrics.Accuracy("multiclass", num_classes=3)
@@ -174,12 +175,23 @@ def test_collections_metrics_of_several_numbers_and_what_cannot_be_merged(torchm
 # -- runs ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_runs_own_metrics_on_its_own_rows(tmp_path: Path) -> None:
+def test_a_runs_and_a_kernels_own_metrics(tmp_path: Path) -> None:
     run = mh.train("digits:epochs=1", max_steps=5, run_dir=tmp_path / "run")
     wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
     for given in (run, tmp_path / "run"):
         for workers in (1, 2):
             assert mh.evaluate(given, workers=workers, engine="sim") == pytest.approx(wanted, rel=1e-6)
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(1)
+    users, items = torch.randint(0, 10, (60,), generator=generator), torch.randint(0, 8, (60,), generator=generator)
+    data = {"users": users.numpy(), "items": items.numpy(), "ratings": torch.rand(60, generator=generator).numpy()}
+    task = mh.Task(
+        kernel=mh.kernels.Factors(users=10, items=8, rank=2), rate=0.1, train_data=data, test_data=data, batch_size=16
+    )
+    run = mh.train(task, strategy="solo")
+    wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
+    for workers in (1, 2):
+        assert mh.evaluate(run, task=task, workers=workers, engine="sim") == pytest.approx(wanted, rel=1e-9)
 
 
 def test_what_cannot_be_is_named() -> None:
@@ -193,18 +205,3 @@ def test_what_cannot_be_is_named() -> None:
     ):
         with pytest.raises(BadInput, match=words):
             mh.evaluate(*given, **options)
-
-
-def test_a_kernels_own_measures(tmp_path: Path) -> None:
-    """A kernel measures without a loss: its task goes along as it is."""
-    pytest.importorskip("numba")
-    generator = torch.Generator().manual_seed(1)
-    users, items = torch.randint(0, 10, (60,), generator=generator), torch.randint(0, 8, (60,), generator=generator)
-    data = {"users": users.numpy(), "items": items.numpy(), "ratings": torch.rand(60, generator=generator).numpy()}
-    task = mh.Task(
-        kernel=mh.kernels.Factors(users=10, items=8, rank=2), rate=0.1, train_data=data, test_data=data, batch_size=16
-    )
-    run = mh.train(task, strategy="solo")
-    wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
-    for workers in (1, 2):
-        assert mh.evaluate(run, task=task, workers=workers, engine="sim") == pytest.approx(wanted, rel=1e-9)

@@ -1,7 +1,5 @@
 """Predictions in one process and on simulated workers: row by row what a plain loop gives."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,8 +44,8 @@ def outputs(module: nn.Module, x: Tensor, batch_size: int = BATCH) -> Tensor:
 
 def test_rows_come_in_order_with_the_bits_of_a_plain_loop() -> None:
     """Rows that do not divide, fewer batches than workers, a last batch that is short."""
-    for workers in (1, 2, 3, 5):
-        for rows in (1, 2, 5, 16, 17, 100):
+    for workers in (1, 2, 5):
+        for rows in (1, 5, 16, 17, 100):
             found = mh.predict(model(), inputs(rows), workers=workers, engine="sim", batch_size=BATCH)
             assert torch.equal(found, outputs(model(), inputs(rows))), (workers, rows)
     x, y = plain.rows(30)
@@ -98,7 +96,7 @@ class Sharded:
     def __init__(self, shards: tuple[int, ...] = (0, 1, 2, 3)) -> None:
         self.shards = shards
 
-    def shard(self, num_shards: int, index: int) -> Sharded:
+    def shard(self, num_shards: int, index: int) -> "Sharded":
         return Sharded(self.shards[index::num_shards])
 
     def __iter__(self) -> Iterator[int]:
@@ -110,17 +108,27 @@ def doubled(module: nn.Module, batch: Any) -> Any:
     return torch.as_tensor(batch) * 2
 
 
-def test_a_streams_order_is_its_own_and_its_shards_come_once_each() -> None:
+def test_streams_and_shards_come_in_the_order_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some workers end early."""
-    for workers in (1, 2, 3, 4):
+    for workers in (1, 3):
         for data in (numbers, lambda: numbers(), Numbers(), DataLoader(Numbers(), batch_size=10)):
             found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
             assert found.tolist() == list(range(0, 202, 2)), (data, workers)
         found = mh.predict(nn.Identity(), Sharded, function=doubled, workers=workers, engine="sim", batch_size=8)
         assert sorted(found.tolist()) == sorted(2 * number for number in Sharded()), workers
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows").mkdir()
+    for i, part in enumerate(np.split(np.arange(500), [7, 7, 300, 301])):
+        (tmp_path / "rows" / f"{i}.csv").write_text("x\n" + "".join(f"{number}\n" for number in part))
+    for options in ({}, {"shuffle": True}, {"counted": False}):
+        for workers in (1, 3):
+            rows = mh.shards(tmp_path / "rows", **options)
+            of: dict[str, Any] = {"workers": workers, "engine": mh.Sim(), "batch_size": 13}
+            found = mh.predict(nn.Linear(1, 1), rows, function=lambda model, batch: 2 * batch["x"], **of)
+            assert found.tolist() == [2 * number for number in range(500)], (options, workers)
 
 
-def test_a_loader_stands_for_its_dataset_in_its_order_and_texts_go_in_and_come_out() -> None:
+def test_a_loader_texts_tuples_dicts_and_kept_columns() -> None:
     def measured(module: nn.Module, batch: list[str]) -> dict[str, Any]:
         return {"text": [word.upper() for word in batch], "length": torch.tensor([len(word) for word in batch])}
 
@@ -133,9 +141,6 @@ def test_a_loader_stands_for_its_dataset_in_its_order_and_texts_go_in_and_come_o
         texts = mh.predict(nn.Identity(), Words(), function=measured, workers=workers, engine="sim", batch_size=4)
         assert texts["text"] == [word.upper() for word in words]
         assert texts["length"].tolist() == list(map(len, words))
-
-
-def test_tuples_dicts_and_kept_columns() -> None:
     x = inputs(40)
     wanted, options = outputs(model(), x), {"workers": 2, "engine": "sim", "batch_size": BATCH}
     table = {"id": np.array([f"row {i}" for i in range(40)]), "x": x, "other": torch.arange(40)}
@@ -196,8 +201,9 @@ def test_an_error_leaves_no_file(tmp_path: Path) -> None:
 
     out = {"output": tmp_path / "out.parquet", "batch_size": 8, "function": fails}
     for workers, engine in ((1, "local"), (3, "sim")):
-        with pytest.raises(WorkerFailed, match="of the user"):
-            mh.predict(nn.Identity(), torch.arange(100), workers=workers, engine=engine, **out)
+        refused(
+            "of the user", nn.Identity(), torch.arange(100), error=WorkerFailed, workers=workers, engine=engine, **out
+        )
         assert list(tmp_path.iterdir()) == []
 
 
@@ -254,16 +260,3 @@ def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> No
     there = placed(cpu, Worker(device=torch.device("meta")))
     assert (there.weight.device.type, cpu.weight.device.type) == ("meta", "cpu")
     assert placed(cpu, Worker(shares_process=True)) is not cpu
-
-
-def test_rows_of_shards_come_in_the_order_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "rows").mkdir()
-    for i, numbers in enumerate(np.split(np.arange(500), [7, 7, 300, 301])):
-        (tmp_path / "rows" / f"{i}.csv").write_text("x\n" + "".join(f"{number}\n" for number in numbers))
-    for options in ({}, {"shuffle": True}, {"counted": False}):
-        for workers in (1, 3):
-            rows = mh.shards(tmp_path / "rows", **options)
-            of: dict[str, Any] = {"workers": workers, "engine": mh.Sim(), "batch_size": 13}
-            found = mh.predict(nn.Linear(1, 1), rows, function=lambda model, batch: 2 * batch["x"], **of)
-            assert found.tolist() == [2 * number for number in range(500)], (options, workers)

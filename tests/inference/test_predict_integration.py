@@ -1,14 +1,11 @@
 """Predictions on real processes: the same bits for any number of workers, what a lost worker and a full disk leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from driver_script import Script, wait_until
+from driver_script import wait_until
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -45,23 +42,19 @@ def plain_outputs(x: Tensor, batch_size: int = BATCH) -> Tensor:
         return torch.cat([own(batch) for batch in x.split(batch_size)])
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_rows_come_in_order_with_the_bits_of_a_plain_loop(local: Local, workers: int) -> None:
-    options: dict[str, Any] = {"workers": workers, "engine": local, "threads_per_worker": 1}
+def test_rows_and_metrics_of_many_workers_are_those_of_a_plain_loop(local: Local) -> None:
+    options: dict[str, Any] = {"workers": 3, "engine": local, "threads_per_worker": 1}
     assert torch.equal(mh.predict(model(), X, batch_size=BATCH, **options), plain_outputs(X))
-    if workers == 1:
-        return
     assert torch.equal(mh.predict(model(), X[:2], batch_size=1, **options), plain_outputs(X[:2], 1))  # fewer rows
     options |= {"function": lambda m, b: (m(b[0]), b[1]), "loader_processes": 1}
     found = mh.predict(model(), [(X[i], i) for i in range(ROWS)], batch_size=BATCH, **options)
     assert found[1].tolist() == list(range(ROWS))
     assert torch.allclose(found[0], plain_outputs(X), rtol=1e-13)
-
-
-def test_metrics_of_many_workers_are_one_processes(local: Local) -> None:
     options: dict[str, Any] = {"task": plain.task(epochs=1), "engine": local, "batch_size": BATCH}
     one, two = (mh.evaluate(model(), plain.rows(ROWS), workers=workers, **options) for workers in (1, 2))
     assert two == pytest.approx(one, rel=1e-12)
+    found = mh.launch(lambda: mh.predict(model(), X, batch_size=BATCH), workers=2, engine=local)
+    assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows in found)
 
 
 def predict_into(folder: Path, local: Local, function: Any, rows: Tensor | None = None, workers: int = 2) -> Any:
@@ -126,45 +119,31 @@ def test_a_full_disk_ends_all_workers_and_leaves_nothing(local: Local, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_sigterm_ends_it_with_an_error_that_says_so(local: Local, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "by", "error", "words"),
+    [
+        (1, signal.SIGTERM, Preempted, "asked to end .SIGTERM.: nothing was written"),
+        (2, signal.SIGTERM, Preempted, "asked to end .SIGTERM.: nothing was written"),
+        (1, signal.SIGINT, KeyboardInterrupt, None),
+    ],
+)
+def test_a_signal_ends_it_and_leaves_no_file(
+    local: Local, tmp_path: Path, workers: int, by: signal.Signals, error: type[BaseException], words: str | None
+) -> None:
     driver = os.getpid()
 
     def stops(module: nn.Module, batch: Tensor) -> Tensor:
         worker = current()
         assert worker is not None
         if batch[0] == 0:
-            os.kill(driver, signal.SIGTERM)
+            os.kill(driver, by)
         if batch[0] > 0 or workers == 1:
             wait_until(worker.driver.should_stop)
         return batch
 
-    with pytest.raises(Preempted, match="asked to end .SIGTERM.: nothing was written"):
+    with pytest.raises(error, match=words):
         predict_into(tmp_path, local, stops, workers=workers)
     assert list(tmp_path.iterdir()) == []
-
-
-SLOW = """
-    import threading, torch, manyhands as mh
-
-    def slow(model, batch):
-        if batch[0] > 300:
-            print("working", flush=True)
-            threading.Event().wait(100)
-        return batch
-
-    mh.predict(torch.nn.Identity(), torch.arange(1000), function=slow, output="out.parquet", workers=2, batch_size=8)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_file(script: Callable[..., Script], tmp_path: Path) -> None:
-    run = script(SLOW)
-    assert run.line().strip() == "working"
-    wait_until(lambda: [path for path in tmp_path.iterdir() if path.name.endswith(".partial")])
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(30) != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 TORCHRUN = """
@@ -200,16 +179,11 @@ def test_under_torchrun_every_rank_gets_all_rows_and_the_first_writes(tmp_path: 
     (tmp_path / "program.py").write_text(dedent(TORCHRUN))
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}", "TMPDIR": str(tmp_path)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone", "program.py"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"]
     done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(3):
+    for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found == {"close": True, "stream": True, "rows": 203, "mean": True, "median": True}
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 203
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
-
-
-def test_inside_of_a_launch_the_workers_that_are_there_compute(local: Local) -> None:
-    found = mh.launch(lambda: mh.predict(model(), X, batch_size=BATCH), workers=2, engine=local)
-    assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows in found)

@@ -1,24 +1,18 @@
-"""Numbers of several workers put together."""
+"""Numbers of several workers put together, and what a loss, a leave and a join cost, against sums by hand."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from step_events import step
 
 from manyhands.events import Event
+from manyhands.recording.goodput import Goodput
 from manyhands.recording.history import History
 
 
-def step(rank: int, tick: int = 0, **values: Any) -> Event:
-    default = {"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True}
-    seconds = {"input_s": 0.1, "compute_s": 0.2, "exchange_s": 0.3, "wait_s": 0.4}
-    return Event(
-        type="step", rank=rank, tick=tick, step=tick + 1, time_s=float(tick), values=default | seconds | values
-    )
-
-
-def test_a_row_is_complete_when_all_workers_reported() -> None:
+def test_a_row_is_complete_when_all_workers_reported_and_sums_are_means_over_workers() -> None:
     history = History(2)
     assert history.add(step(1, tick=0)) is None
     assert history.add(step(1, tick=1)) is None
@@ -26,6 +20,14 @@ def test_a_row_is_complete_when_all_workers_reported() -> None:
     assert history.rows == [row]
     assert (row["tick"], row["step"], row["rows"], row["bytes"], row["round"]) == (0, 1, 8, 16, True)
     assert row["compute_s"] == pytest.approx(0.3)
+    history = History(2)
+    history.add(step(0))
+    history.add(step(1, compute_s=0.6))
+    history.add(step(1, tick=1))
+    assert [row["tick"] for row in history.close()] == [1]
+    assert history.timing() == pytest.approx({"input": 0.2, "compute": 0.6, "exchange": 0.6, "wait": 0.8})
+    assert [one["compute"] for one in history.timing_of_workers()] == pytest.approx([0.2, 0.8])
+    assert history.close() == []
 
 
 def test_the_loss_is_the_mean_by_weight() -> None:
@@ -39,17 +41,6 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     assert math.isnan(history.add(step(1))["loss"])
     history.add(step(0, tick=1, loss=None, weight=0.0))
     assert history.add(step(1, tick=1, loss=math.nan, weight=0.0))["loss"] is None
-
-
-def test_sums_are_means_over_workers_and_ticks_that_stayed_open_count_at_the_end() -> None:
-    history = History(2)
-    history.add(step(0))
-    history.add(step(1, compute_s=0.6))
-    history.add(step(1, tick=1))
-    assert [row["tick"] for row in history.close()] == [1]
-    assert history.timing() == pytest.approx({"input": 0.2, "compute": 0.6, "exchange": 0.6, "wait": 0.8})
-    assert [one["compute"] for one in history.timing_of_workers()] == pytest.approx([0.2, 0.8])
-    assert history.close() == []
 
 
 def test_launches_and_generations_may_have_other_numbers_of_workers() -> None:
@@ -143,3 +134,61 @@ def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytes
     assert sum(row["compute_s"] for row in history.rows) == pytest.approx(history.timing()["compute"])
     assert history.highest_rate == 1.0
     assert history.steps == 1000
+
+
+def test_a_loss_costs_the_step_the_pause_and_the_absence() -> None:
+    found = Goodput(4, 1.0).result(11.0)
+    assert found == {"goodput": 1.0, "wall_s": 10.0, "absent_s": 0.0, "paused_s": 0.0, "repeated_s": 0.0}
+    goodput = Goodput(4, 0.0)
+    goodput.lost(10.0)  # 0.5 s after the newest step
+    goodput.formed(10.2, 3, 9.5)
+    goodput.formed(13.0, 4, 12.9)  # it is back: three wait while it joins
+    found = goodput.result(20.0)
+    assert found["absent_s"] == pytest.approx(3.0)  # one worker from 10 to 13
+    assert found["repeated_s"] == pytest.approx(3 * 0.5)
+    assert found["paused_s"] == pytest.approx(3 * 0.2 + 3 * 0.1)
+    assert found["goodput"] == pytest.approx(1 - (3.0 + 1.5 + 0.9) / 80)
+
+
+def test_two_losses_at_once_are_one_pause_and_who_leaves_in_order_has_nothing_repeated() -> None:
+    goodput = Goodput(4, 0.0)
+    goodput.lost(10.0)
+    goodput.lost(10.1)
+    goodput.formed(10.3, 2, 10.0)
+    found = goodput.result(10.3)
+    assert found["paused_s"] == pytest.approx(2 * 0.3)
+    assert found["absent_s"] == pytest.approx(0.1 + 2 * 0.2)
+    assert found["repeated_s"] == 0.0
+    goodput = Goodput(2, 0.0)
+    goodput.formed(5.0, 1, 4.9)
+    found = goodput.result(10.0)
+    assert (found["repeated_s"], found["absent_s"], found["paused_s"]) == pytest.approx((0.0, 5.0, 0.1))
+    goodput = Goodput(2, 0.0)
+    goodput.formed(5.0, 4, 5.0)
+    assert goodput.result(10.0)["absent_s"] == 0.0
+
+
+def test_a_restart_costs_all_since_the_checkpoint_and_until_the_next_start_once() -> None:
+    goodput = Goodput(4, 0.0)
+    goodput.stopped(10.0)  # the checkpoint's newest step was complete at 7
+    goodput.resumed(12.0, 4, 7.0)
+    found = goodput.result(20.0)
+    assert found["repeated_s"] == pytest.approx(4 * 3.0)
+    assert found["paused_s"] == pytest.approx(4 * 2.0)
+    assert found["absent_s"] == 0.0
+    assert found["goodput"] == pytest.approx(1 - 20.0 / 80)
+    goodput = Goodput(4, 0.0)
+    goodput.lost(8.0)
+    goodput.formed(9.0, 3, 8.0)  # three paused for a second, one is absent from 8 on
+    goodput.stopped(10.0)
+    goodput.resumed(11.0, 4, 7.0)
+    found = goodput.result(11.0)
+    assert found["absent_s"] == pytest.approx(2.0)
+    assert found["paused_s"] == pytest.approx(3.0 + 4.0)
+    assert found["repeated_s"] == pytest.approx(4 * 1.0 + 3 * 1.0)  # from 7 to 8, and from 9 to 10
+    goodput = Goodput(2, 1.0)
+    goodput.stopped(6.0)
+    goodput.stopped(7.0)  # the next one failed before it began
+    goodput.resumed(9.0, 2, 0.0)
+    found = goodput.result(9.0)
+    assert (found["repeated_s"], found["paused_s"]) == (pytest.approx(10.0), pytest.approx(6.0))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_events import step
 
 from manyhands.callbacks.base import Callback
 from manyhands.errors import BadInput, ManyhandsError
@@ -46,12 +47,6 @@ class Heard(Callback):
 START = Event(type="start", rank=0, values={"total_steps": 2})
 
 
-def step(rank: int, tick: int = 0, time_s: float = 0.0, **values: Any) -> Event:
-    default = {"epoch": 0, "loss": 1.0, "weight": 4.0, "rows": 4, "unused": 0, "rate": 0.1, "bytes": 8, "round": True}
-    seconds = {"input_s": 0.1, "compute_s": 0.2, "exchange_s": 0.3, "wait_s": 0.4}
-    return Event(type="step", rank=rank, tick=tick, step=tick + 1, time_s=time_s, values=default | seconds | values)
-
-
 def ask(type: str, **values: Any) -> Event:
     return Event(type=type, rank=0, values={"epoch": 1, **values})
 
@@ -79,9 +74,13 @@ def record_all(recorder: Recorder, *events: Event, **info: Any) -> Run:
     with recorder:
         for event in events:
             recorder.event(event)
-        run = run_of(recorder, **info)
-        recorder.complete(run)
-        recorder.end(run)
+        return ended(recorder, **info)
+
+
+def ended(recorder: Recorder, **info: Any) -> Run:
+    run = run_of(recorder, **info)
+    recorder.complete(run)
+    recorder.end(run)
     return run
 
 
@@ -112,9 +111,7 @@ def test_every_event_is_a_line_and_callbacks_get_rows_of_all_workers(tmp_path: P
         assert recorder.answer(ask("validation", metrics={"validation_loss": 1.0}, best=True)) == {}
         assert recorder.answer(ask("epoch", rows=8)) == {}
         recorder.event(Event(type="checkpoint", rank=0, values={"path": "p", "seconds": 0.1}))
-        run = run_of(recorder)
-        recorder.complete(run)
-        recorder.end(run)
+        run = ended(recorder)
     assert types(tmp_path) == ["start", "step", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.calls == ["start", "step", "validation", "epoch", "checkpoint", "end"]
     assert heard.events[1].values["loss"] == 1.5
@@ -148,9 +145,7 @@ def test_stop_is_the_answer_to_an_asked_event_and_after_a_step_seen_by_polling(t
     assert types(tmp_path / "known") == ["start", "stop", "end"]  # a reason that only the workers know
 
 
-def test_a_callbacks_error_ends_the_run_and_all_callbacks_hear_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callbacks_error_ends_the_run_and_all_hear_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """CASE 21: nothing is swallowed."""
 
     class Broken(Callback):
@@ -224,20 +219,7 @@ def test_the_run_is_told_its_staleness_of_earlier_launches_too(tmp_path: Path) -
     assert (ended["staleness"], ended["staleness_of_workers"]) == ({"0": 1, "2": 2}, [{"0": 1, "2": 2}])
 
 
-def test_a_leased_epoch_that_was_interrupted_is_taken_over_slice_by_slice(tmp_path: Path) -> None:
-    """What the second launch did again after its checkpoint, and lost, does not count in the third."""
-    slices = [(0, 0), (1, 0), (1, 1), (0, 1)]  # (index, part), in the order in which they were made
-    events = [step(0, tick=i, lease=[i, part, n], parts=2, staleness=[n]) for n, (i, part) in enumerate(slices)]
-    left = (0, [[2, 2], [0, 1]])  # of part 1 the first is still to do
-    record(Recorder(workers=1, directory=tmp_path), START, *events[:3])
-    for _ in range(2):
-        launch = resumed(tmp_path, 2, left)
-        assert [row["tick"] for row in launch.history] == [1]
-        record(launch, again(2, values={"left": left}), events[3])
-    assert [(row["tick"], row["rows"]) for row in launch.history] == [(1, 8), (0, 8)]
-
-
-def test_times_are_in_the_drivers_seconds() -> None:
+def test_times_are_in_the_drivers_seconds_and_simulated_ones_the_workers_own(tmp_path: Path) -> None:
     clock = Clock()
     with Recorder(workers=2, clock=clock) as recorder:
         clock.now += 5.0
@@ -247,12 +229,16 @@ def test_times_are_in_the_drivers_seconds() -> None:
         recorder.event(step(1, time_s=300.0))
         recorder.event(step(1, tick=1, time_s=300.0))
     assert [row["seconds"] for row in recorder.history] == [6.0, 6.0]
-    with Recorder(workers=1, clock=clock) as recorder:
-        clock.now += 5.0
-        recorder.event(step(0, time_s=77.0))
-        clock.now += 1.0
-        recorder.event(step(0, tick=1, time_s=77.5))
-    assert [row["seconds"] for row in recorder.history] == [5.0, 5.5]
+    clock = Clock()
+    heard = Heard()
+    recorder = Recorder(workers=1, callbacks=[heard], clock=clock, simulated=True)
+    with recorder:
+        clock.now += 500
+        recorder.answer(Event(type="start", rank=0, time_s=0.25, values={"total_steps": 2}))
+        recorder.event(Event(type="notice", rank=0, time_s=7.5))
+        clock.now += 500
+        recorder.warn("careful")
+    assert [event.time_s for event in heard.events] == [0.25, 7.5, 7.5]
 
 
 def test_a_resumed_launch_has_the_whole_history_and_its_clock_goes_on(tmp_path: Path) -> None:
@@ -291,19 +277,6 @@ def test_callbacks_get_the_runs_step_also_where_workers_go_at_their_own_pace(tmp
     recorder = resumed(tmp_path / "other", 7)  # it finds no events, and goes on at its checkpoint's step
     record(recorder, again(7), step(0, 7))
     assert [row["step"] for row in recorder.history] == [8]
-
-
-def test_simulated_time_is_the_workers_own(tmp_path: Path) -> None:
-    clock = Clock()
-    heard = Heard()
-    recorder = Recorder(workers=1, callbacks=[heard], clock=clock, simulated=True)
-    with recorder:
-        clock.now += 500
-        recorder.answer(Event(type="start", rank=0, time_s=0.25, values={"total_steps": 2}))
-        recorder.event(Event(type="notice", rank=0, time_s=7.5))
-        clock.now += 500
-        recorder.warn("careful")
-    assert [event.time_s for event in heard.events] == [0.25, 7.5, 7.5]
 
 
 def test_a_first_generation_that_began_in_vain_starts_no_callback_twice() -> None:
@@ -358,9 +331,7 @@ def test_a_run_that_starts_again_is_one_run(checkpoint: int, tmp_path: Path) -> 
         for tick in range(checkpoint, 5):
             clock.now += 1.0
             recorder.event(step(0, tick, time_s=clock.now))
-        run = run_of(recorder)
-        recorder.complete(run)
-        recorder.end(run)
+        run = ended(recorder)
     calls = [(event.type, event.step if event.type == "step" else None) for event in callback.events]
     steps = [("step", number) for number in (1, 2, 3, 4, *range(1 + checkpoint, 6))]
     (restart,) = [event for event in callback.events if event.values.get("kind") == "restart"]

@@ -1,7 +1,5 @@
 """Measurements with planted numbers, for the tests of advice."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

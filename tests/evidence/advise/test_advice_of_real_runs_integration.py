@@ -45,7 +45,6 @@ def test_rows_that_backups_drop_are_seen() -> None:
 def test_a_real_run_of_digits() -> None:
     for workers, steps, likely in (
         (1, 4, {"too-few-steps"}),
-        (1, 12, {"solo", "input-bound"}),
         (2, 12, {"too-short", "threads", "stragglers", "exchange-bound", "fine", "input-bound"}),
     ):
         run = mh.train("digits", workers=workers, max_steps=steps)

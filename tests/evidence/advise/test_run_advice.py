@@ -31,7 +31,7 @@ def test_each_rule_at_its_threshold() -> None:
         (waits, "stragglers", r"15 % .*\(local-sgd\)"),
         ({"compute": 0.86, "wait": 0.14}, "fine", "86 %"),
         (waits | {"strategy": "downpour:bound=3"}, "stragglers", "raise bound"),
-        *((waits | {"strategy": name}, "stragglers", "where all meet") for name in ("downpour", "hogwild", "ensemble")),
+        *((waits | {"strategy": name}, "stragglers", "where all meet") for name in ("downpour", "ensemble")),
         (waits | {"strategy": "local-sgd:period=end"}, "stragglers", "where all meet"),
         (waits | {"strategy": "quorum", "server": True}, "stragglers", "raise backups"),
         (waits | {"strategy": "easgd:via=group"}, "stragglers", "raise period"),
@@ -50,7 +50,7 @@ def test_each_rule_at_its_threshold() -> None:
         assert re.search(says, advice.text), (says, advice.text)
 
 
-def test_what_wins_most_speaks_first() -> None:
+def test_what_wins_most_speaks_first_and_a_line_wins_the_share_that_goes() -> None:
     """Whatever starves the workers longest; a short step makes exchange and waiting large, and waiting is not exchange."""
     everything = {"input": 0.04, "compute": 0.05, "exchange": 0.06, "wait": 0.03}
     assert kinds(measured(**everything)) == ["input-bound", "too-short"]
@@ -60,9 +60,6 @@ def test_what_wins_most_speaks_first() -> None:
     assert kinds(measured(**long | {"wait": 0.8})) == ["stragglers", "exchange-bound"]
     assert kinds(measured(**long | {"exchange": 0.0, "wait": 0.0})) == ["input-bound"]
     assert advise(measured(**everything, workers=1)).kind == "input-bound"
-
-
-def test_what_a_line_wins_is_the_share_that_goes() -> None:
     found = {one.kind: one for one in all_advice(measured(input=3.0, compute=5.0, exchange=4.0, wait=3.0))}
     assert set(found) == {"input-bound", "stragglers", "exchange-bound"}
     assert found["input-bound"].wins == pytest.approx(3 / 15)
@@ -218,7 +215,7 @@ APART = [
 ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(runs())
 def test_no_line_contradicts_another_and_all_read_well(run: RunMeasurements) -> None:
     found = all_advice(run)

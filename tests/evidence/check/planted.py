@@ -1,9 +1,8 @@
 """Small tasks with one thing planted in each that keeps N workers from equalling one, at the line `# plant: NAME`."""
 
-from __future__ import annotations
-
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,7 @@ class Normed(nn.Module):
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(5, 8),
-            nn.Dropout(0.3),  # plant: dropout
-            nn.Linear(8, 3),
-        )
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x)
@@ -84,14 +79,14 @@ class OneLayer(nn.Module):
         return self.layer(x)
 
 
-class DroppingByFunction(OneLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(F.dropout(x, 0.2, self.training))  # plant: functional dropout
+def layer(forward: Callable[[Any, Tensor], Tensor]) -> type[OneLayer]:
+    """With this forward."""
+    return type("Net", (OneLayer,), {"forward": forward})
 
 
-class Noisy(OneLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + 0.1 * torch.randn_like(x))  # plant: randomness
+DroppingByFunction = layer(lambda self, x: self.layer(F.dropout(x, 0.2, self.training)))  # plant: functional dropout
+Noisy = layer(lambda self, x: self.layer(x + 0.1 * torch.randn_like(x)))  # plant: randomness
+Timed = layer(lambda self, x: self.layer(x * (1 + time.perf_counter() % 1)))  # plant: nondeterministic
 
 
 class Clipped(OneLayer):
@@ -116,19 +111,6 @@ def spectral() -> nn.Module:  # plant: spectral
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
 
 
-class Mixing(nn.Module):
-    """A batch where time is expected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.GRU(5, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.recurrent(x[:, None])  # plant: coupled model
-        return self.last(out[:, 0])
-
-
 class Counting(OneLayer):
     """Remembers in an attribute."""
 
@@ -138,11 +120,6 @@ class Counting(OneLayer):
         out = self.layer(x * self.scale)  # plant: hidden state
         self.scale = 0.9 * self.scale + 0.1 * float(x.abs().mean())
         return out
-
-
-class Timed(OneLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x * (1 + time.perf_counter() % 1))  # plant: nondeterministic
 
 
 class Projected(OneLayer):
@@ -315,9 +292,7 @@ class Pairs(Dataset):
 class Leaking(Pairs):
     """Rows depend on how many were read before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = 0
+    read = 0
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         x, y = super().__getitem__(i)
@@ -328,9 +303,7 @@ class Leaking(Pairs):
 class Previous(Pairs):
     """Rows depend on the index that was read before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = 0
+    last = 0
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         x = self.x[i] + self.x[self.last]
@@ -341,11 +314,6 @@ class Previous(Pairs):
 class Augmented(Pairs):
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:  # plant: random rows
         return self.x[i] * (1 + 0.1 * torch.rand(())), self.y[i]
-
-
-class Unseeded(Pairs):
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:  # plant: unseeded rows
-        return self.x[i] + float(np.random.default_rng().normal()), self.y[i]
 
 
 class Stream(IterableDataset):

@@ -1,16 +1,20 @@
-"""The proof on real processes."""
+"""The proof on real processes; --verify: several workers beside one process, and the operation that keeps them apart."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import planted
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner, Result
 
 import manyhands as mh
+from manyhands.cli.commands import app
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.check.check import check
+from manyhands.evidence.check.rehearsal import LIMIT, Rehearsed, rehearse
 
 
 @pytest.mark.slow
@@ -63,3 +67,42 @@ def test_what_only_processes_of_their_own_show(local: Local) -> None:
 def test_the_default_starts_processes_of_its_own_and_leaves_none() -> None:
     assert check(planted.task(), steps=2).passed
     assert mh.worker().size == 1
+
+
+MIXING = Path(__file__).with_name("mixing.py")
+
+
+def rehearsed(loss: str, steps: int = 5, workers: int = 2) -> Rehearsed:
+    return rehearse(MIXING, [loss], workers=workers, steps=steps)
+
+
+def test_noise_is_no_difference() -> None:
+    found = rehearsed("mean")
+    assert (found.difference, found.steps) == ("", 5)
+    assert found.largest < LIMIT
+
+
+@pytest.mark.slow
+def test_differences_are_told_and_what_makes_them() -> None:
+    by_hand = rehearsed("masked by hand").difference
+    assert by_hand.startswith("after step 3 the loss is ")  # the first whose rows are shared
+    assert "the parameter 0.weight is off by" in by_hand
+    assert "how the loss adds them up" in by_hand
+    normalized = rehearsed("normalized by hand", workers=3).difference
+    assert "after step 3" in normalized
+    assert "The first operation whose rows differ is sub" in normalized
+    assert "mixing.py:17" in normalized
+    whole = rehearsed("sum", steps=1000)  # a script with fewer steps ends well
+    assert (whole.difference, whole.steps) == ("", 14)
+
+
+@pytest.mark.slow
+def test_the_command_compares_and_then_runs_or_ends_with_1_and_trains_nothing() -> None:
+    def ended(loss: str) -> Result:
+        return CliRunner().invoke(app, ["run", "--auto", "--verify", "4", "-n", "2", str(MIXING), loss])
+
+    same, other = ended("mean"), ended("masked by hand")
+    assert (same.exit_code, other.exit_code) == (0, 1), same.stderr
+    assert "4 steps: parameters, losses, rates and rows are one process's" in same.stderr
+    assert "2 workers are not one process: after step 3" in other.stderr
+    assert "Nothing was trained" in other.stderr

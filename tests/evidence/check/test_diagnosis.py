@@ -1,7 +1,5 @@
 """What follows from the differences of trials: shares, and causes that could not be judged; trials are a table here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

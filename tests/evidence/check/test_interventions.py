@@ -16,7 +16,6 @@ from manyhands.evidence.check.interventions import (
     RANDOMNESS,
     FunctionMode,
     OperationLog,
-    first_change,
     first_mixing,
 )
 
@@ -209,18 +208,3 @@ def test_what_mixes_rows_is_found() -> None:
     assert mixing(lambda x: (x * 2) @ (x * 2).T) in ("matmul", "__matmul__")
     assert mixing(lambda x: x - x.mean(0)) == "sub"
     assert mixing(lambda x: torch.cumsum(x, 0)) == "cumsum"
-
-
-def test_the_first_change() -> None:
-    scale = [1.0]
-
-    def pass_(x: Tensor) -> Tensor:
-        y = x + 1
-        z = y * scale[0]
-        scale[0] += 1
-        return z.sum()
-
-    one, other = log(pass_, ROWS, 1), log(pass_, ROWS, 1)
-    found = first_change(one, other)
-    assert (found.function, found.place.file) == ("mul", __file__)
-    assert first_change(one, one) is None

@@ -1,7 +1,5 @@
 """Comparisons made of a few numbers a variant, for tests of what follows from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

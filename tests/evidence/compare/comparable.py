@@ -1,8 +1,5 @@
 """A task of milliseconds, and strategies with a known fault, for tests of comparisons."""
 
-from __future__ import annotations
-
-import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +12,6 @@ from manyhands.replica.replica import Replica
 from manyhands.strategies.base import State
 from manyhands.worker import Worker
 
-SLEEP_S = 0.02  # other work of the machine wakes a sleeper a millisecond or two late
 ROWS = 240
 
 
@@ -33,18 +29,6 @@ def tiny(**fields: Any) -> mh.Task:
         "batch_size": 12,
     }
     return mh.Task.supervised(**{**known, **fields})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slowed(mh.LocalSGD):
-    """LocalSGD that sleeps in every exchange."""
-
-    name: ClassVar[str] = "slowed"
-
-    @override
-    def exchange(self, replica: Replica, worker: Worker, state: Any) -> bool:
-        time.sleep(SLEEP_S)
-        return super().exchange(replica, worker, state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """One warm engine for all comparisons, as compare() itself keeps one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

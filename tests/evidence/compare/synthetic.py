@@ -1,7 +1,5 @@
 """Comparisons that nobody ran: numbers of plausible sizes from a seed, for the tests of what is made of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""The table's columns and cells."""
+"""The table's columns and cells; tables as plain text."""
 
 import math
 import re
@@ -8,6 +8,7 @@ from synthetic import changed, comparison
 
 from manyhands.evidence.compare.comparison import Comparison, Difference, Trial
 from manyhands.evidence.compare.table import NOTHING, TableCell, columns, interval
+from manyhands.evidence.text_table import text_table
 
 
 def cell(made: Comparison, group: str, label: str, name: str) -> TableCell:
@@ -65,7 +66,7 @@ def test_what_is_not_finite_and_what_is_no_distance() -> None:
     assert cell(made, group, "agreement", name).text == "100.0 %"
 
 
-def test_costs_and_rows_without_effect() -> None:
+def test_costs_rows_without_effect_and_what_was_read_of_files() -> None:
     made = changed(comparison(), "downpour:push_every=4 on 2", unused=[10, 30, 20])
     made = changed(made, "downpour:push_every=4 on 2", memory=(100_000_000, 300_000_000), bytes=61_200_000, seconds=2.0)
     name = "downpour:push_every=4 on 2"
@@ -78,9 +79,6 @@ def test_costs_and_rows_without_effect() -> None:
     labels = [column.label for column in columns(nothing)]
     assert "unused rows" not in labels
     assert "memory" not in labels
-
-
-def test_what_was_read_of_files_and_the_wait_for_it_where_it_was_counted() -> None:
     name = "allreduce on 2"
     made = changed(comparison(), name, input=[*({"bytes": many, "reads": 9} for many in (2e6, 4e6, 6e6))])
     made = changed(made, name, timing=({"input": 1.0, "compute": 2.0}, {"input": 2.0, "compute": 3.0}))
@@ -109,3 +107,16 @@ def test_columns_are_those_of_what_was_measured() -> None:
     assert all(column.cell(broken.variant("allreduce on 4")).text == NOTHING for column in columns(broken))
     failed = tuple(Trial(variant=one.variant, repeat=one.repeat, seed=0, failure="broken") for one in made.trials)
     assert columns(replace(made, trials=failed)) == ()
+
+
+def test_the_first_column_is_at_the_left_and_folded_and_the_others_at_the_right() -> None:
+    assert text_table({"name": ["a", "long one"], "rows\nto it": ["12", ""]}, 40).split("\n") == [
+        "           rows",
+        "name      to it",
+        "a            12",
+        "long one",
+    ]
+    lines = text_table({"name": ["abcdefghij"], "number": ["1,000,000"]}, 16).split("\n")
+    assert max(map(len, lines)) <= 16
+    assert "1,000,000" in lines[1]
+    assert len(lines) == 3

@@ -1,36 +1,31 @@
-"""The charts with lines: what is drawn, where, and that names are only text."""
+"""The charts: what is drawn, where, in which colours, and that names are only text."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from synthetic import HOSTILE, comparison, hostile
+from synthetic import HOSTILE, SPECS, changed, comparison, hostile
 
-from manyhands.evidence.compare import bars, drawing, figures, measures
+from manyhands.evidence.compare import bars, drawing, figures
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
 
-
-def metric_over_time(made: Comparison) -> Any:
-    return figures.metric(made, "seconds")
+Draw = Callable[[Comparison], Any]
 
 
-def metric_over_rows(made: Comparison) -> Any:
-    return figures.metric(made, "rows")
+def along(draw: Callable[[Comparison, str], Any], x: str) -> Draw:
+    return lambda made: draw(made, x)
 
 
-def distance_over_rows(made: Comparison) -> Any:
-    return figures.distance(made, "rows")
-
-
-def distance_over_time(made: Comparison) -> Any:
-    return figures.distance(made, "seconds")
-
-
-ALL = (
-    *(metric_over_time, metric_over_rows, figures.speed_up, distance_over_rows, distance_over_time),
-    *(bars.time_split, bars.staleness, bars.bytes_sent, bars.memory),
-)
+metric_over_time, metric_over_rows = (along(figures.metric, x) for x in ("seconds", "rows"))
+distance_over_time, distance_over_rows = (along(figures.distance, x) for x in ("seconds", "rows"))
+ALL = {
+    "metric": metric_over_time,
+    "distance": distance_over_rows,
+    "speed_up": figures.speed_up,
+    **{draw.__name__: draw for draw in (bars.time_split, bars.staleness, bars.bytes_sent, bars.memory)},
+}
 SOLO = Variant(strategy="solo", workers=1, threads=1, name="solo")
 OTHER = Variant(strategy="allreduce", workers=2, threads=1, name="allreduce on 2")
 
@@ -66,16 +61,13 @@ CURVES = {
 }
 
 
-def test_lines_are_means_against_seconds_and_against_rows() -> None:
+def test_lines_are_means_and_bands_go_from_the_least_to_the_most_and_back() -> None:
     over_time = lines(drawn(metric_over_time, two(CURVES))[0])
     assert list(over_time["solo"]["x"]) == pytest.approx([2.0, 3.0])
     assert list(over_time["solo"]["y"]) == pytest.approx([0.3, 0.7])
     over_rows = lines(drawn(metric_over_rows, two(CURVES))[0])
     assert list(over_rows["solo"]["x"]) == [10, 20]
     assert list(over_rows["allreduce on 2"]["y"]) == pytest.approx([0.2, 0.5])
-
-
-def test_bands_go_from_the_least_to_the_most_and_back_below_all_lines() -> None:
     traces, _ = drawn(metric_over_rows, two(CURVES))
     assert [trace.get("fill") for trace in traces] == ["toself", "toself", None, None]
     assert list(traces[0]["x"]) == [10, 20, 20, 10]
@@ -132,7 +124,7 @@ def test_zero_distance_has_a_tick_of_its_own_below_the_least_power() -> None:
     assert distance_over_rows(two(equal)) is None
 
 
-def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() -> None:
+def test_speed_up_has_a_line_a_strategy_and_the_ideal_counts_threads_of_workers() -> None:
     made = comparison(("allreduce", "gossip"), (2, 4))
     traces, layout = drawn(figures.speed_up, made)
     assert [trace["name"] for trace in traces] == ["ideal", "allreduce", "gossip"]
@@ -145,9 +137,6 @@ def test_speed_up_has_a_line_a_strategy_the_ideal_and_solo_with_all_threads() ->
     failed = tuple(replace(one, failure="broken") if one.variant == "solo, 1 thread" else one for one in made.trials)
     assert figures.speed_up(replace(made, trials=failed)) is None
     assert figures.speed_up(replace(made, variants=tuple(one for one in made.variants if one.solo))) is None
-
-
-def test_the_ideal_counts_threads_of_workers_and_is_of_those_with_most() -> None:
     traces, _ = drawn(figures.speed_up, comparison(("allreduce",), (2, 4), threads=2))
     assert (list(traces[0]["x"]), list(traces[0]["y"])) == ([1, 2, 4], [2.0, 4.0, 8.0])
     made = comparison(("allreduce", "gossip"), (2, 4))
@@ -162,38 +151,29 @@ def test_the_ideal_counts_threads_of_workers_and_is_of_those_with_most() -> None
 
 def test_error_bars_reach_from_the_least_to_the_most_ratio() -> None:
     made = two(CURVES)
-    trials = tuple(
-        replace(one, rows_per_s=200.0) if (one.variant, one.repeat) == ("allreduce on 2", 0) else one
-        for one in made.trials
-    )
-    own = drawn(figures.speed_up, replace(made, trials=trials))[0][1]
+    first, *others = (one for one in made.trials if one.variant != "solo")
+    own = drawn(figures.speed_up, replace(made, trials=(*made.of("solo"), replace(first, rows_per_s=200.0), *others)))[
+        0
+    ][1]
     middle = own["y"][0]
     assert middle == pytest.approx(math.sqrt(6))
     assert middle + own["error_y"]["array"][0] == pytest.approx(3)
     assert middle - own["error_y"]["arrayminus"][0] == pytest.approx(2)
 
 
-def test_many_workers_are_on_logarithmic_axes_and_few_of_many_variants_are_drawn() -> None:
-    _, layout = drawn(figures.speed_up, comparison(("allreduce",), (2, 64)))
-    assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
-    assert layout["annotations"][0]["y"] < 1  # the level of solo, as an exponent
-    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 31)), (2,))
-    assert len(lines(drawn(metric_over_time, made)[0])) == measures.MOST_DRAWN
-
-
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_every_chart_has_known_colours_and_names_as_text_only_and_nothing_measured_is_none(draw: Any) -> None:
+def test_every_chart_has_known_colours_and_names_as_text_only_and_nothing_measured_is_none() -> None:
     """plotly takes `<a>` and entities in texts, and `%{…}` in templates."""
-    traces, layout = drawn(draw, comparison())
-    assert traces
-    assert layout["height"] > 100
-    used = {text for text in texts((traces, layout)) if text.startswith(("#", "rgb"))}
-    assert used <= set(drawing.dark_colours())
-    found = texts(drawn(draw, hostile()))
-    assert not [one for one in found if "<a" in one or "<img" in one or one in ("hovertemplate", "texttemplate")]
-    assert any(drawing.text(HOSTILE)[:9] in output for output in found)  # it is there, but for its tags
-    for changes in ({"trials": ()}, {"variants": (), "trials": ()}):
-        assert draw(replace(comparison(), **changes)) is None
+    for name, draw in ALL.items():
+        traces, layout = drawn(draw, comparison())
+        assert traces, name
+        assert layout["height"] > 100
+        used = {text for text in texts((traces, layout)) if text.startswith(("#", "rgb"))}
+        assert used <= set(drawing.dark_colours()), name
+        found = texts(drawn(draw, hostile()))
+        assert not [one for one in found if "<a" in one or "<img" in one or one in ("hovertemplate", "texttemplate")]
+        assert any(drawing.text(HOSTILE)[:9] in output for output in found), name  # it is there, but for its tags
+        for changes in ({"trials": ()}, {"variants": (), "trials": ()}):
+            assert draw(replace(comparison(), **changes)) is None, name
 
 
 def texts(value: Any) -> list[str]:
@@ -205,10 +185,73 @@ def texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_long_names_lose_their_middle_only() -> None:
-    name = "diloco:period=16,outer_momentum=0.9,compress=topk:0.01 on 64"
-    short = drawing.label(name)
-    assert len(short) == drawing.LABEL
-    assert short.startswith("diloco:period=16")
-    assert short.endswith(" on 64")
-    assert drawing.label("allreduce on 2") == "allreduce on 2"
+def times(**parts: float) -> dict[str, float]:
+    return {"input": 0.0, "compute": 0.0, "exchange": 0.0, "wait": 0.0} | parts
+
+
+def labels(layout: dict[str, Any]) -> list[tuple[str, str]]:
+    """[(name, what is said of it)]"""
+    output = [one["text"] for one in layout["annotations"]]
+    return list(zip(output[::2], output[1::2], strict=True))
+
+
+def test_times_are_shares_of_each_worker_stacked_from_compute_to_wait() -> None:
+    both = times(compute=3.0, wait=1.0), times(compute=1.0, exchange=2.0, input=1.0)
+    made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", timing=both)
+    traces, layout = drawn(bars.time_split, made)
+    assert [trace["name"] for trace in traces] == ["compute", "input", "exchange", "wait"]
+    of_two = {trace["name"]: list(trace["x"])[-2:] for trace in traces}
+    assert of_two == {"compute": [0.75, 0.25], "input": [0, 0.25], "exchange": [0, 0.5], "wait": [0.25, 0]}
+    assert labels(layout)[-1] == ("allreduce on 2", "4.00 s, 50 % compute")
+    assert "worker 1<br>exchange 2.00 s, 50 %" in traces[2]["hovertext"][-1]
+
+
+def test_of_many_workers_those_from_the_least_to_the_most_compute_are_drawn() -> None:
+    workers = [times(compute=float((7 * rank) % 64), wait=1.0) for rank in range(64)]
+    ranks = bars.picked(workers, 3)
+    computed = [workers[rank]["compute"] for rank in ranks]
+    assert len(ranks) == bars.MOST_WORKERS == 8
+    assert computed == sorted(computed)
+    assert (computed[0], computed[-1]) == (0, 63)
+    assert bars.picked(workers[:8], 3) == list(range(8))
+    assert [bars.room(variants) for variants in (0, 1, 6, 12, 48)] == [8, 8, 8, 4, 2]
+
+
+def test_bytes_and_the_largest_workers_memory_are_bars_with_their_size_beside_the_name() -> None:
+    made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", bytes=61_200_000)
+    traces, layout = drawn(bars.bytes_sent, made)
+    assert list(traces[0]["x"]) == [0, 0, 61_200_000]
+    assert labels(layout) == [("solo, 1 thread", "0 B"), ("solo, 4 threads", "0 B"), ("allreduce on 2", "61.2 MB")]
+    assert list(traces[0]["marker"]["color"]) == [one.colour for one in drawing.styles_of(made).values()]
+    assert bars.bytes_sent(comparison((), ())) is None
+    made = changed(comparison(("allreduce",), (2,)), "allreduce on 2", memory=(100_000_000, 300_000_000))
+    made = changed(made, "solo, 1 thread", memory=())
+    traces, layout = drawn(bars.memory, made)
+    assert list(traces[0]["x"])[-1] == 300_000_000
+    assert labels(layout)[-1] == ("allreduce on 2", "300.0 MB × 2")
+    assert [name for name, _ in labels(layout)] == ["solo, 4 threads", "allreduce on 2"]
+
+
+def test_staleness_is_in_shares_a_row_for_each_variant_that_has_any_and_a_long_tail_is_binned() -> None:
+    made = comparison(("allreduce", "downpour", "dynsgd"), (2,))
+    made = changed(made, "downpour on 2", staleness={0: 3, 2: 1})
+    made = changed(made, "dynsgd on 2", staleness={1: 5})
+    traces, layout = drawn(bars.staleness, made)
+    assert [(list(one["x"]), list(one["y"])) for one in traces] == [([0, 2], [0.75, 0.25]), ([1], [1.0])]
+    assert labels(layout) == [("downpour on 2", "median 0, latest 2"), ("dynsgd on 2", "median 1, latest 1")]
+    made = changed(comparison(("downpour",), (2,)), "downpour on 2", staleness={0: 1, 1: 1, 399: 2})
+    traces, _ = drawn(bars.staleness, made)
+    assert traces[0]["width"] == pytest.approx(9)
+    assert [(x, y) for x, y in zip(traces[0]["x"], traces[0]["y"], strict=True)] == [(4.5, 0.5), (394.5, 0.5)]
+    assert "50 % of the pushes are 390–399 versions late" in traces[0]["hovertext"][1]
+
+
+def test_each_of_many_variants_has_a_look_of_its_own_whose_hue_is_the_strategys() -> None:
+    made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 11)), (1, 2, 4))
+    found = drawing.styles_of(made)
+    assert len({(one.colour, one.dash, one.symbol) for one in found.values()}) == len(made.variants) == 32
+    found = drawing.styles_of(comparison(SPECS, (2, 4)))
+    own, more, other = (found[name] for name in ("allreduce on 2", "allreduce on 4", "gossip:graph=exponential on 2"))
+    assert own.colour == more.colour != other.colour
+    assert own.dash != more.dash
+    assert {look for one in found.values() for look in (one.colour, one.band)} <= set(drawing.dark_colours())

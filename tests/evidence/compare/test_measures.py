@@ -1,7 +1,9 @@
-"""Numbers of trials and over repeats, against calculations by hand."""
+"""Numbers of trials and over repeats, against calculations by hand; what was found, to JSON and back."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 from by_numbers import found
 from synthetic import comparison
 
+from manyhands.errors import BadInput
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
+from manyhands.evidence.compare.report import load
 from manyhands.evidence.compare.significance import Mean
 
 
@@ -110,9 +114,7 @@ def test_the_margin_of_a_metric_and_the_variant_of_solo_that_is_to_beat() -> Non
 
 def of_trials(*trials: Trial, **changes: object) -> Comparison:
     names = dict.fromkeys(trial.variant for trial in trials)
-    variants = tuple(
-        Variant(strategy=name.partition(" ")[0].rstrip(","), workers=2, threads=1, name=name) for name in names
-    )
+    variants = tuple(Variant(strategy=name.rstrip(","), workers=2, threads=1, name=name) for name in names)
     return replace(comparison((), ()), **({"variants": variants, "trials": trials} | changes))
 
 
@@ -139,11 +141,6 @@ def test_numbers_over_repeats() -> None:
     found = of_trials(trial("a", 0, bytes=1), trial("a", 1, bytes=3), trial("b", 0, target_seconds=1.0), trial("b", 1))
     assert measures.middles(found, "bytes") == {"a": 2, "b": 0}
     assert measures.middles(found, "target_seconds") == {}
-    rates = {"solo": (100.0, 200.0), "a": (200.0, 1600.0)}
-    trials = [trial(name, i, rows_per_s=rate) for name, both in rates.items() for i, rate in enumerate(both)]
-    found = of_trials(*trials, repeats=2)
-    assert measures.speed_up(found, "a", "solo") == Mean(middle=pytest.approx(4.0), low=2.0, high=8.0)
-    assert measures.speed_up(replace(found, trials=found.trials[2:]), "a", "solo") is None
     found = of_trials(trial("a", 0, staleness={3: 1, 0: 2}), trial("a", 1, staleness={3: 4, 7: 0}))
     assert list(measures.staleness(found, "a").items()) == [(0, 2), (3, 5)]
 
@@ -156,9 +153,8 @@ def test_metrics_that_are_drawn_and_those_at_the_end() -> None:
     assert measures.curve_metric(replace(made, trials=only)) == "validation_accuracy"
     assert measures.curve_metric(replace(made, trials=())) == ""
     assert measures.final_metrics(made) == ("test_accuracy", "train_accuracy")
-    trials = tuple(
-        replace(one, metrics=dict.fromkeys(["train_loss", "validation_loss", "test_loss"], 1.0)) for one in made.trials
-    )
+    losses = dict.fromkeys(["train_loss", "validation_loss", "test_loss"], 1.0)
+    trials = tuple(replace(one, metrics=losses) for one in made.trials)
     judged = replace(made, trials=trials, metric="validation_loss")
     assert measures.final_metrics(judged) == ("validation_loss", "train_loss", "test_loss")
 
@@ -167,19 +163,15 @@ def test_times_are_means_by_worker_and_shares_are_of_all() -> None:
     def times(compute: float, wait: float) -> dict[str, float]:
         return {"input": 0.0, "compute": compute, "exchange": 1.0, "wait": wait}
 
-    found = of_trials(
-        trial("a", 0, timing=(times(1, 0), times(2, 1))),
-        trial("a", 1, timing=(times(3, 0), times(4, 1))),
-        trial("b", 0),
-    )
+    first, second = (times(1, 0), times(2, 1)), (times(3, 0), times(4, 1))
+    found = of_trials(trial("a", 0, timing=first), trial("a", 1, timing=second), trial("b", 0))
     assert [worker["compute"] for worker in measures.times_of_workers(found, "a")] == [2, 3]
-    assert measures.shares_of_time(found, "a") == pytest.approx(
-        {"input": 0, "compute": 5 / 8, "exchange": 2 / 8, "wait": 1 / 8}
-    )
+    shares = {"input": 0, "compute": 5 / 8, "exchange": 2 / 8, "wait": 1 / 8}
+    assert measures.shares_of_time(found, "a") == pytest.approx(shares)
     assert measures.shares_of_time(found, "b") == {}
 
 
-def test_drawn_are_solo_and_the_best_in_their_order() -> None:
+def test_drawn_are_solo_and_the_best_and_who_reached_the_target_first() -> None:
     made = comparison(tuple(f"local-sgd:period={i}" for i in range(1, 16)), (2,), target=None)
     best = sorted(
         (one for one in made.variants if not one.solo),
@@ -191,9 +183,6 @@ def test_drawn_are_solo_and_the_best_in_their_order() -> None:
     assert list(drawn) == [one for one in made.variants if one in drawn]
     lowest = measures.drawn(replace(made, higher=False), 6)
     assert set(lowest[2:]) == set(best[-4:])
-
-
-def test_who_reached_the_target_is_drawn_before_who_did_not_and_who_failed_is_not() -> None:
     made = comparison(("allreduce", "gossip", "diloco"), (2,), fails=("diloco on 2",))
     trials = tuple(
         replace(one, target_seconds=None, metrics={"test_accuracy": 1.0}) if one.variant == "allreduce on 2" else one
@@ -201,3 +190,51 @@ def test_who_reached_the_target_is_drawn_before_who_did_not_and_who_failed_is_no
     )
     assert [one.name for one in measures.drawn(replace(made, trials=trials), 3)][2:] == ["gossip on 2"]
     assert len(measures.drawn(replace(made, trials=trials), 99)) == 4
+
+
+AIM = Target(metric="test_accuracy", value=0.97, higher=True)
+
+
+def one(**changes: object) -> Comparison:
+    made = found(
+        {"solo, 1 thread": [50.0] * 3, "solo, 2 threads": [100.0] * 3, "downpour on 2": [150.0, 160.0, 170.0], "gossip on 2": [1.0, 1.0, None]},
+        {},
+        {"solo, 1 thread": [2.0] * 3, "solo, 2 threads": [1.0] * 3, "downpour on 2": [None] * 3, "gossip on 2": [1.0, None, None]},
+        failures={"gossip on 2": "it broke"},
+        target=AIM,
+        shapes=((2, 3), (3,)),
+    )  # fmt: skip
+    curve = (Point(rows=10, seconds=0.5, metrics={"test_accuracy": math.inf}, distance=0.25),)
+    trials = tuple(trial.__class__(**{**vars(trial), "curve": curve}) for trial in made.trials)
+    return made.__class__(**{**vars(made), "trials": trials, **changes})
+
+
+def test_a_comparison_comes_back_as_it_was_from_a_file_too(tmp_path: Path) -> None:
+    made = one()
+    text = made.to_json()
+    assert "\n" not in text
+    back = Comparison.from_json(text)
+    assert (back.trials, back.variants, back.differences) == (made.trials, made.variants, made.differences)
+    assert back.differences["downpour on 2"][2].middle == math.inf
+    assert [advice.text for advice in back.advice] == [advice.text for advice in made.advice]
+    assert back.to_json() == text
+    assert (back.target, back.shapes, back.verdict) == (AIM, ((2, 3), (3,)), made.verdict)
+    (tmp_path / "report.json").write_text(text)
+    assert load(tmp_path).to_json() == load(tmp_path / "report.json").to_json() == text
+
+
+def test_what_no_comparison_wrote_is_refused_and_what_is_asked_of_one() -> None:
+    made = one()
+    json.loads(made.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    for text in ("", "{}", "[]", '{"format": 99}', '{"format": 1}', '{"format": 1, "shapes": 3}'):
+        with pytest.raises(BadInput, match="not the report.json of a comparison"):
+            Comparison.from_json(text)
+    with pytest.raises(BadInput, match="another version of manyhands wrote it"):
+        Comparison.from_json(json.dumps({**json.loads(made.to_json()), "surprise": 1}))
+    assert [trial.repeat for trial in made.of("gossip on 2")] == [0, 1]
+    assert (made.failure("gossip on 2"), made.failure("downpour on 2")) == ("it broke", "")
+    assert not {"gossip on 2", "solo, 2 threads"} & made.differences.keys()
+    difference = made.difference("downpour on 2", "target_seconds")
+    assert (difference.outcome, difference.different) == ("worse", True)
+    assert made.difference("downpour on 2", "no_such") is None
+    assert made.of("downpour on 2")[0].worker_seconds == pytest.approx(2 * 1000 / 150)

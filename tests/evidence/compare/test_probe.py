@@ -1,4 +1,4 @@
-"""Sketches: their estimate is as good as said, and they come once a validation."""
+"""Sketches of models at each validation, and the last look at a model: its metrics and predictions."""
 
 import math
 import pickle
@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from comparable import tiny
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
+from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, FinalPredictions, evaluate_final
 from manyhands.evidence.compare.probe import BUCKETS, Probe, as_metrics, fingerprint, probed, sketch, taken
 from manyhands.replica.evaluation import AveragedOutputs
 
@@ -25,8 +28,6 @@ def test_the_estimated_distance_has_the_error_that_is_said() -> None:
     assert float(found.std()) == pytest.approx(expected, rel=0.15)  # its own error is 1 / sqrt(600) = 4 %
     assert abs(float(found.mean())) < 4 * expected / math.sqrt(len(errors))
 
-
-def test_differences_of_few_weights_of_one_sign_and_small_ones_are_estimated_as_well() -> None:
     def apart(own: torch.Tensor, other: torch.Tensor) -> float | None:
         return sketch([own]).distance(sketch([other]))
 
@@ -77,7 +78,7 @@ def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"loss": (model(batch).sum(), 3)}
 
 
-def test_it_is_told_once_for_each_set_of_weights() -> None:
+def test_it_is_told_once_for_each_set_of_weights_that_train() -> None:
     model, probe = nn.Linear(2, 1), Probe(evaluate)
     batch = torch.ones(3, 2)
     counts = [len(probe(model, batch)) for _ in range(3)]
@@ -85,9 +86,6 @@ def test_it_is_told_once_for_each_set_of_weights() -> None:
     with torch.no_grad():
         model.weight[0, 0] += 1e-3
     assert [len(probe(model, batch)) for _ in range(2)] == [1 + BUCKETS + 1, 1]
-
-
-def test_frozen_weights_are_not_told_nor_those_of_ensembles_and_a_task_needs_no_evaluate() -> None:
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     with torch.no_grad():
@@ -95,15 +93,126 @@ def test_frozen_weights_are_not_told_nor_those_of_ensembles_and_a_task_needs_no_
     back = taken({name: float(value[0]) for name, value in metrics.items()}, "")  # type: ignore[index]
     assert back.distance(sketch([model.weight])) == 0
     assert list(Probe(evaluate)(AveragedOutputs([model]), torch.ones(3, 2))) == ["loss"]
-    task = mh.Task(model=nn.Linear(2, 1), loss=_loss, optimizer=_optimizer, train_data=torch.ones(4, 2))
-    metrics = probed(task).metrics(task.model, torch.ones(4, 2))  # type: ignore[arg-type]
+    bare = tiny(evaluate=None)
+    metrics = probed(bare).metrics(nn.Linear(4, 2), (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)))
     assert len(metrics) == 1 + BUCKETS + 1
     assert isinstance(pickle.loads(pickle.dumps(Probe(evaluate))), Probe)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+CPU = torch.device("cpu")
 
 
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch).mean()  # type: ignore[no-any-return]
+class Fixed(nn.Module):
+    """Gives each row its own input; notes how many rows it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += len(x)
+        return x * self.scale
+
+
+def task(**fields: Any) -> mh.Task:
+    return mh.Task.supervised(
+        **{"model": Fixed, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **fields}
+    )
+
+
+def classes(rows: int, right: int) -> tuple[Tensor, Tensor]:
+    """Outputs of `rows` rows of 3 classes, of which the first `right` are right."""
+    targets = torch.arange(rows) % 3
+    output = torch.where(torch.arange(rows) < right, targets, (targets + 1) % 3)
+    return nn.functional.one_hot(output, 3).float() * 9, targets
+
+
+def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
+    data = classes(600, 450)
+    final = evaluate_final(task(train_data=data), Fixed(), data, CPU)
+    assert final.metrics["accuracy"] == pytest.approx(0.75)
+    assert final.predictions.of == CLASSES
+    assert torch.equal(final.predictions.values, data[0].argmax(1))
+    model, data = Fixed().train(), classes(2000, 256)
+    final = evaluate_final(task(train_data=data), model, data, CPU, rows=257)
+    assert (model.rows, model.training) == (512, False)  # whole batches of 256, and no more
+    assert final.metrics["accuracy"] == pytest.approx(0.5)
+
+
+def test_rows_are_the_same_each_time_and_classes_found_on_whichever_axis_they_are() -> None:
+    data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
+    before = torch.get_rng_state()
+    first, second = (evaluate_final(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))
+    assert torch.equal(first.predictions.values, second.predictions.values)
+    assert torch.equal(before, torch.get_rng_state())
+    positions = torch.randn(20, 6, 5), torch.randint(5, (20, 6))  # a language model: [rows, positions, classes]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    own = task(train_data=positions).with_fields(loss=loss, evaluate=None)
+    final = evaluate_final(own, Fixed(), positions, CPU)
+    assert torch.equal(final.predictions.values, positions[0].argmax(2).reshape(-1))
+    maps = torch.randn(4, 3, 2, 2), torch.randint(3, (4, 2, 2))  # a segmentation: [rows, classes, height, width]
+    final = evaluate_final(task(train_data=maps), Fixed(), maps, CPU)
+    assert torch.equal(final.predictions.values, maps[0].argmax(1).reshape(-1))
+
+
+class Many(Fixed):
+    """Outputs as a library's model gives them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": x.mean(), "hidden": (super().forward(x),)}
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"])["hidden"][0] - batch["y"]).square().mean()
+
+
+def test_outputs_that_are_no_classes_are_kept_as_they_are() -> None:
+    data = {"x": torch.randn(10, 2), "y": torch.randn(10, 2)}
+    own = task(train_data=data).with_fields(model=Many, loss=squares, evaluate=None)
+    final = evaluate_final(own, Many(), data, CPU)
+    assert final.predictions.of == OUTPUTS
+    assert torch.equal(final.predictions.values, data["x"].reshape(-1))
+    assert list(final.metrics) == ["loss"]
+    one_number = torch.randn(10, 1), torch.arange(10)  # is no class
+    own = task(train_data=one_number, criterion=nn.PoissonNLLLoss()).with_fields(
+        loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean(), evaluate=None
+    )
+    final = evaluate_final(own, Fixed(), one_number, CPU)
+    assert final.predictions.of == OUTPUTS
+    assert torch.equal(final.predictions.values, one_number[0].reshape(-1))
+
+
+def test_so_many_numbers_are_kept_and_no_more_and_none_of_outputs_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(Fixed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    own = task(train_data=torch.randn(10, 2)).with_fields(loss=lambda model, batch: model(batch), evaluate=None)
+    assert evaluate_final(own, Whole(), torch.randn(10, 2), CPU).predictions is None
+    assert NUMBERS > 1000
+    monkeypatch.setattr("manyhands.evidence.compare.final_evaluation.NUMBERS", 700)
+    model, data = Fixed(), (torch.randn(2000, 1), torch.zeros(2000, 1))
+    own = task(train_data=data, criterion=nn.functional.mse_loss)
+    final = evaluate_final(own, model, data, CPU)
+    assert torch.equal(final.predictions.values, data[0][:700, 0])
+    assert model.rows == 2000
+    assert not model._forward_hooks
+
+
+def test_agreement() -> None:
+    for of, own, other, expected in (
+        (CLASSES, [1, 2, 3, 4], [1, 2, 3, 0], 0.75),
+        (OUTPUTS, [3.0, 4.0], [3.0, 4.0], 1.0),
+        (OUTPUTS, [3.0, 4.0], [3.0, 3.0], 1 - 1 / 18**0.5),
+        (OUTPUTS, [-3.0, -4.0], [3.0, 4.0], 0.0),
+        (OUTPUTS, [0.0, 0.0], [0.0, 0.0], 1.0),
+        (OUTPUTS, [1.0, 0.0], [0.0, 0.0], 0.0),
+        (CLASSES, [1], [1, 2], None),
+    ):
+        found = FinalPredictions(of, torch.tensor(own)).agreement(FinalPredictions(of, torch.tensor(other)))
+        assert found == (None if expected is None else pytest.approx(expected)), (of, own, other)
+    assert FinalPredictions(CLASSES, torch.ones(2)).agreement(FinalPredictions(OUTPUTS, torch.ones(2))) is None

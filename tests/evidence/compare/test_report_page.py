@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from synthetic import HOSTILE, comparison, hostile
 
-from manyhands.errors import BadInput
 from manyhands.evidence.compare import report
 from manyhands.evidence.compare.charts import charts, left_out
 from manyhands.evidence.compare.comparison import Comparison
@@ -83,15 +83,12 @@ def test_it_says_verdict_advice_table_method_machine_and_trials_in_this_order(wh
     assert places == sorted(places)
 
 
-def test_nothing_is_loaded_from_anywhere(text: str, whole: Page) -> None:
+def test_every_variant_is_a_row_and_nothing_is_loaded_from_anywhere(text: str, whole: Page) -> None:
     assert [one for name in ("src", "href", "action", "srcset") for one in whole.attributes(name)] == ["data:,"]
     assert "url(" not in text
     policy = next(one["content"] for tag, one in whole.elements if tag == "meta" and one.get("http-equiv"))
     assert policy == report.SCRIPT_POLICY
     assert policy.startswith("default-src 'none';")
-
-
-def test_every_variant_is_a_row_with_its_differences_and_the_reference_is_said_to_be_it(text: str, whole: Page) -> None:
     rows = re.findall(r'<tr class="reference">|<tr>\s*<th scope="row">', text.split("</table>")[0])
     assert len(rows) == 10
     first = re.findall("<table>.*?</thead>.*?the reference", text, re.DOTALL)
@@ -103,7 +100,7 @@ def test_every_variant_is_a_row_with_its_differences_and_the_reference_is_said_t
         assert words in whole.text, words
 
 
-def test_failures_are_shown_with_their_first_line_and_all_of_it_and_a_variant_keeps_its_numbers() -> None:
+def test_failures_and_what_is_not_finite_are_shown_and_break_nothing() -> None:
     text = page(comparison(fails=("allreduce on 2",))).text
     assert "Failed: allreduce on 2 ." in text
     assert "failed: worker 1 raised RuntimeError: the loss is not finite" in text
@@ -115,9 +112,18 @@ def test_failures_are_shown_with_their_first_line_and_all_of_it_and_a_variant_ke
     assert report.failed(made, "allreduce on 4") == "in 1 of 3 repeats"
     assert report.notes(made) == ["Failed: allreduce on 4 (in 1 of 3 repeats)."]
     assert re.search("failed in 1 of 3 repeats.*failed: lost", page(made).text)  # and among the trials
+    made, nan = comparison(), {"test_accuracy": float("nan")}
+    lost = []
+    for one in made.trials:
+        curve = tuple(replace(point, metrics=nan, distance=float("inf")) for point in one.curve)
+        ill = replace(one, metrics=nan, distance=float("inf"), cosine=float("nan"), curve=curve)
+        lost.append(ill if one.variant == "allreduce on 4" else one)
+    found = page(replace(made, trials=tuple(lost)))
+    assert "not finite" in found.text
+    assert "NaN" not in found.scripts["metric_over_time-figure"]
 
 
-def test_notes_and_method_have_their_numbers() -> None:
+def test_notes_method_and_machine_have_their_numbers() -> None:
     assert report.notes(comparison()) == []
     made = comparison(repeats=1, simulated={"network": "latency=1ms", "compute": "10ms"}, complete=False)
     virtual, interrupted = report.notes(made)
@@ -128,6 +134,9 @@ def test_notes_and_method_have_their_numbers() -> None:
     assert len(sentences) == 4
     assert re.search(r"\(7 % .* 0.4 % ", sentences[3])
     assert "solo, 4 threads" in sentences[1]
+    nested: dict[str, Any] = {"command": "run", "versions": {"a": "1"}, "host": "h", "gpus": ["x", "y"]}
+    made = comparison(machine=nested | {"empty": "", "none": None}, seconds=0.0)
+    assert report.machine(made) == [("host", "h"), ("gpus", "x, y"), ("versions", "a 1"), ("command", "run")]
 
 
 def test_names_are_set_apart_the_longest_first_and_break_behind_what_separates_their_parts() -> None:
@@ -153,22 +162,14 @@ def test_charts_have_a_question_a_sentence_and_a_figure(whole: Page) -> None:
         assert chart.reading
         assert json.loads(whole.scripts[f"{chart.name}-figure"]) == chart.figure
         assert f"{chart.question} {chart.reading}" in whole.attributes("aria-label")
+    levels = [int(tag[1]) for tag, _ in whole.elements if tag in ("h1", "h2", "h3")]  # as a screen reader takes them
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert {one.get("scope") for tag, one in whole.elements if tag == "th"} == {"col", "colgroup", "row"}
     groups = whole.attributes("data-group")  # one legend serves two charts
     assert len(groups) == len(set(groups)) * 2 - 1  # the metric's, and the distance's, which is without solo itself
     figure = json.loads(whole.scripts["metric_over_time-figure"])
     assert {trace["legendgroup"] for trace in figure["data"]} == set(groups)
-
-
-def test_where_all_are_bit_equal_a_sentence_says_so_without_a_chart() -> None:
-    made = comparison(("allreduce",), (2,))
-    trials = tuple(
-        replace(one, distance=0.0, curve=tuple(replace(point, distance=0.0) for point in one.curve))
-        for one in made.trials
-    )
-    found = page(replace(made, trials=trials))
-    assert "Bit-equal to solo, 4 threads at the end: solo, 1 thread and allreduce on 2 ." in found.text
-    assert "distance_over_rows" not in found.attributes("id")
-    assert "distance_over_rows-title" in found.attributes("id")
 
 
 def test_what_the_charts_leave_out_is_said() -> None:
@@ -186,10 +187,7 @@ def test_what_is_missing_is_left_out() -> None:
     nothing: dict[str, Any] = {"trials": (), "differences": {}, "verdict": "", "advice": (), "machine": {}}
     for name, made in {
         "no target": comparison(target=None),
-        "one repeat": comparison(repeats=1),
-        "solo only": comparison((), ()),
         "one worker": comparison(("downpour",), (1,)),
-        "64 workers": comparison(("allreduce",), (64,), repeats=1),
         "no trial": replace(comparison(), **nothing),
         "all failed": comparison(fails=tuple(one.name for one in comparison().variants), differences={}),
     }.items():
@@ -197,18 +195,6 @@ def test_what_is_missing_is_left_out() -> None:
         assert "None" not in text, name
         assert "nan" not in text.split(), name
         assert made.task in text, name
-
-
-def test_numbers_that_are_not_finite_are_said_and_break_nothing() -> None:
-    made, nan = comparison(), {"test_accuracy": float("nan")}
-    lost = []
-    for one in made.trials:
-        curve = tuple(replace(point, metrics=nan, distance=float("inf")) for point in one.curve)
-        ill = replace(one, metrics=nan, distance=float("inf"), cosine=float("nan"), curve=curve)
-        lost.append(ill if one.variant == "allreduce on 4" else one)
-    found = page(replace(made, trials=tuple(lost)))
-    assert "not finite" in found.text
-    assert "NaN" not in found.scripts["metric_over_time-figure"]
 
 
 def test_nobodys_name_becomes_part_of_the_page() -> None:
@@ -219,16 +205,3 @@ def test_nobodys_name_becomes_part_of_the_page() -> None:
     assert found.attributes("href") == ["data:,"]
     assert found.text.count(HOSTILE) > 10
     assert json.loads(found.scripts["metric_over_time-figure"])
-
-
-def test_without_what_it_needs_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for lacks in ("plotly", "jinja2"):
-        monkeypatch.setattr(report, "find_spec", lambda name, lacks=lacks: None if name == lacks else object())
-        with pytest.raises(BadInput, match=rf"{lacks}.*pip install 'manyhands\[report\]'"):
-            report.html(comparison())
-
-
-def test_the_machine_is_told_in_its_own_order_with_nested_values_in_a_line() -> None:
-    nested: dict[str, Any] = {"command": "run", "versions": {"a": "1"}, "host": "h", "gpus": ["x", "y"]}
-    made = comparison(machine=nested | {"empty": "", "none": None}, seconds=0.0)
-    assert report.machine(made) == [("host", "h"), ("gpus", "x, y"), ("versions", "a 1"), ("command", "run")]

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from manyhands.evidence.compare.comparison import Difference
 from manyhands.evidence.compare.significance import (
     EXACT,
     Mean,
@@ -38,7 +37,7 @@ def test_students_distribution_and_interval_as_in_tables_and_in_closed_form() ->
     assert student([5.0, 5.0]) == (5.0, 5.0)
 
 
-def test_the_bootstrap_of_few_is_exact_and_of_many_nearly_normal_and_the_same_each_time() -> None:
+def test_the_interval_is_the_wider_of_students_and_the_bootstraps() -> None:
     assert bootstrap([4.0]) == (4.0, 4.0)
     # of 2 there are 4 resamples, of 3 there are 27: the least has a chance of 1/27 > 2.5 %, and so has the greatest
     assert bootstrap([1.0, 5.0]) == (1.0, 5.0)
@@ -51,6 +50,12 @@ def test_the_bootstrap_of_few_is_exact_and_of_many_nearly_normal_and_the_same_ea
     assert (low, high) == bootstrap(values)
     reach = 1.96 * plain.pstdev(values) / 10
     assert (low, high) == pytest.approx((plain.fmean(values) - reach, plain.fmean(values) + reach), abs=0.05 * reach)
+    few = [1.0, 2.0, 3.0]
+    assert interval(few) == student(few)
+    skewed = [*range(20), 200.0]  # Student's is the wider below, the bootstrap's above
+    assert interval(skewed) == (student(skewed)[0], bootstrap(skewed)[1])
+    assert student(skewed)[0] < bootstrap(skewed)[0]
+    assert bootstrap(skewed)[1] > student(skewed)[1]
 
 
 def test_times_are_compared_as_ratios_and_metrics_as_differences_in_their_own_unit() -> None:
@@ -62,9 +67,7 @@ def test_times_are_compared_as_ratios_and_metrics_as_differences_in_their_own_un
     assert (turned.low, turned.high) == pytest.approx((1 / found.high, 1 / found.low))
     found = difference([0.90, 0.92, 0.91], [0.95, 0.96, 0.97], of="test_accuracy", margin=0.01, higher=True)
     assert found.middle == pytest.approx(-0.05)
-    assert found == Difference(
-        of="test_accuracy", middle=found.middle, low=found.low, high=found.high, margin=0.01, outcome="worse"
-    )
+    assert (found.of, found.margin, found.outcome) == ("test_accuracy", 0.01, "worse")
     assert found.low < -0.06 < -0.04 < found.high < 0
 
 
@@ -87,22 +90,8 @@ def test_the_rule() -> None:
         assert difference(ratios, ones, **TIMES).outcome == outcome, ratios
         other = {"better": "worse", "worse": "better"}.get(outcome, outcome)
         assert difference(ratios, ones, of="rows_per_s", margin=0.05, higher=True).outcome == other, ratios
-    for metrics, outcome in (
-        ([-0.02] * 3, "better"),
-        ([0.02] * 3, "worse"),
-        ([0.01] * 3, "same"),
-        ([-0.01] * 3, "same"),
-    ):
-        assert judged(metrics, 0.01, higher=False) == outcome, metrics  # on the margin is inside
-
-
-def test_the_wider_of_both_intervals_counts_on_either_side() -> None:
-    few = [1.0, 2.0, 3.0]
-    assert interval(few) == student(few)
-    skewed = [*range(20), 200.0]  # Student's is the wider below, the bootstrap's above
-    assert interval(skewed) == (student(skewed)[0], bootstrap(skewed)[1])
-    assert student(skewed)[0] < bootstrap(skewed)[0]
-    assert bootstrap(skewed)[1] > student(skewed)[1]
+    for metric, outcome in ((-0.02, "better"), (0.02, "worse"), (0.01, "same"), (-0.01, "same")):
+        assert judged([metric] * 3, 0.01, higher=False) == outcome, metric  # on the margin is inside
 
 
 def test_a_target_that_was_not_always_reached_is_never_better_and_numbers_without_a_ratio_say_nothing() -> None:
@@ -149,18 +138,6 @@ def test_of_identical_strategies_few_are_called_different_whatever_the_noise() -
         counts = said_of(range(400), ratio=1.0, noise=noise)
         most = 400 * share
         assert counts["better"] + counts["worse"] <= most + 3 * math.sqrt(most)
-
-
-def test_what_a_difference_of_20_percent_is_called() -> None:
-    """At 3 repeats: nearly always seen where trials vary by 2 %, in half of the cases where by 5 %, hardly where by 20 %; never turned over."""
-    seen = {noise: said_of(range(200), ratio=1.2, noise=noise) for noise in (0.02, 0.05, 0.2)}
-    assert seen[0.02]["worse"] >= 0.92 * 200
-    assert 0.35 * 200 <= seen[0.05]["worse"] <= 0.57 * 200
-    assert seen[0.2]["worse"] <= 0.13 * 200
-    assert all(counts["better"] <= 0.02 * 200 and counts["same"] == 0 for counts in seen.values())
-    assert said_of(range(200), ratio=1.2, noise=0.05, repeats=5)["worse"] >= 0.87 * 200
-    on_the_margin = said_of(range(400), ratio=1.05, noise=0.03)  # by chance alone 1 of 40
-    assert on_the_margin["worse"] <= 10 + 3 * math.sqrt(10)
 
 
 def test_means_count_what_is_not_finite_apart_and_those_of_rates_are_geometric() -> None:

@@ -46,20 +46,12 @@ def test_the_table_and_what_stands_around_it() -> None:
     trials = []
     for one in made.trials:
         i = numbers[one.variant]
-        costs = {"distance": 0.0, "bytes": i * 1000, "metrics": {"test_accuracy": 0.97}}
-        trials.append(replace(one, rows_per_s=100.0 * 2**i, target_seconds=4.0 / 2**i, **costs))
+        lost = {"distance": 0.0, "bytes": i * 1000, "metrics": {"test_accuracy": 0.97}}
+        trials.append(replace(one, rows_per_s=100.0 * 2**i, target_seconds=4.0 / 2**i, **lost))
     made = replace(made, trials=tuple(trials))
-    solo = ["× solo, 1 thread", "× solo, 4 threads"]
+    solo, costs = ["× solo, 1 thread", "× solo, 4 threads"], ["distance from solo", "bytes sent"]
     assert table(made) == [
-        [
-            "variant",
-            "rows/s",
-            *solo,
-            "time to test_accuracy ≥ 0.95",
-            "test_accuracy",
-            "distance from solo",
-            "bytes sent",
-        ],
+        ["variant", "rows/s", *solo, "time to test_accuracy ≥ 0.95", "test_accuracy", *costs],
         ["solo, 1 thread", "100", "–", "0.50×", "4.00 s", "0.9700", "0", "0 B"],
         ["solo, 4 threads", "200", "2.00×", "–", "2.00 s", "0.9700", "–", "1.0 KB"],
         ["allreduce on 4", "400 ▲", "4.00×", "2.00×", "1.00 s ▲", "0.9700 =", "0", "2.0 KB"],
@@ -89,7 +81,7 @@ def test_every_row_has_as_many_cells_as_the_head_and_there_is_less_where_less_is
         assert re.search(words, blocks), words
 
 
-def test_any_text_reads_as_it_is_and_is_nothing_else() -> None:
+def test_any_text_reads_as_it_is_makes_no_markup_and_mentions_nobody() -> None:
     texts = "a\nb\r\n# c", "| --- |", "![x](http://elsewhere.invalid)", "a\\`b`", "***", "&amp;"
     for given in (HOSTILE, *texts):
         flat = " ".join(given.split())
@@ -98,9 +90,6 @@ def test_any_text_reads_as_it_is_and_is_nothing_else() -> None:
         cells = shown(parsed(f"| {code(given, in_table=True)} | {plain(given)} |\n| --- | --- |"))
         assert cells[1] == flat
         assert cells[0].replace("\\|", "|") == flat.replace("\\|", "|")
-
-
-def test_hostile_names_make_no_markup_and_mention_nobody() -> None:
     page = markdown(hostile())
     types = {token.type for token in parsed(page)}
     assert "html_block" not in types
@@ -150,27 +139,13 @@ def test_a_line_says_what_a_variant_did_and_one_of_the_second_table_what_it_cost
     assert words(costs, "downpour on 2") == "downpour on 2 0.162 10 % 60 % 20 % 10 % 5.0 MB 2 200.0 MB"
 
 
-def test_what_comes_last_and_what_is_said_of_an_interrupted_and_simulated_comparison() -> None:
-    lines = text(COMPARISON).split("\n")
-    at = next(i for i, one in enumerate(lines) if one.startswith("gossip on 2 failed: it broke"))
-    assert lines[at + 1].startswith(COMPARISON.verdict[:60])
-    assert sum(one.startswith("Advice: ") for one in lines) == 1
-    output = text(found({"solo": [1.0], "gossip on 2": [2.0]}, complete=False, simulated={"seed": "0"}))
-    assert "1 repeat, interrupted in 12 s" in output
-    assert "all seconds are virtual" in output
-
-
 def test_all_lines_fit_and_a_narrow_terminal_keeps_what_matters_most() -> None:
-    for width in (40, 80, 100, 120, 300):
+    for width in (40, 80, 300):
         assert max(map(len, text(COMPARISON, width).split("\n"))) <= min(120, max(80, width)), width
     output = text(COMPARISON, 80)
-    for title in ("variant", "rows/s", "2 threads", "time to", "accuracy"):
-        assert title in output
     for cell in ("12,345 +", "164.9 +  ±3 %", "1.65×", "5.00 s (1 never)", "0.9800 =", "local-sgd:period=8 on 2 "):
         assert cell in output
-    for title in ("answers", "distance", "ciency"):
-        assert title not in output
-        assert title in text(found(RATES, METRICS, failures={"gossip on 2": "it broke"}), 120)
+    assert "ciency" not in output
     name = "my_own_strategies.py:Quantised:period=8,levels=4,warmup=100,compress=topk:0.01 on 2"
     output = text(found({"solo": [1.0] * 3, name: [2.0] * 3}), 80)
     assert max(map(len, output.split("\n"))) <= 80

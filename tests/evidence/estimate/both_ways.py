@@ -1,7 +1,5 @@
 """A training simulated with all its numbers, and with the stand-in: what its workers say of each step."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The memory of an executor, by hand: vectors of a known length, and what grows with the number of workers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +17,15 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
 from manyhands.evidence.estimate import executor_memory as module
-from manyhands.evidence.estimate.executor_memory import ExecutorMemory, MeasuredWorker, executor_memory, parts_of
+from manyhands.evidence.estimate.executor_memory import (
+    ExecutorMemory,
+    MeasuredWorker,
+    executor_memory,
+    parts_of,
+)
 from manyhands.evidence.estimate.table import memory_text
 from manyhands.replica.flat_vector import FlatVector, nbytes, tensors_in
+from manyhands.strategies import strategy_of
 from manyhands.strategies.base import State
 
 MB = 1 << 20
@@ -36,7 +40,7 @@ def parts(**asked: Any) -> dict[str, int]:
     return {part.name: part.total // MB for part in parts_of(MEASURED, **given)}
 
 
-def test_each_part_is_there_once() -> None:
+def test_each_part_is_there_once_and_grows_with_the_number_of_workers() -> None:
     found = parts(rows=16 * MB)
     assert found.pop("margin") == sum(total for name, total in found.items() if not name.startswith("JVM")) // 10
     assert found == {
@@ -55,10 +59,6 @@ def test_each_part_is_there_once() -> None:
         "rows of a Spark task": 64,
         "JVM beyond its heap": 384,
     }
-
-
-def test_what_grows_with_the_number_of_workers() -> None:
-    """One of two maps half of each of the other's vectors (6 MB of 12): (here - 1) / here of 12 MB, for each of `here`."""
     for here, megabytes in ((1, 0), (2, 12), (4, 36), (6, 60)):
         assert parts(here=here)["worker: others' shared memory"] == megabytes
     assert "server shards" not in parts()
@@ -74,7 +74,7 @@ def memory(**fields: Any) -> ExecutorMemory:
     return ExecutorMemory(**({"parts": found} | given | fields))
 
 
-def test_settings_and_text() -> None:
+def test_settings_text_and_a_whole_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     found = memory()
     total = sum(part.total for part in found.parts)
     assert (found.overhead_mb - 1) * MB < total <= found.overhead_mb * MB
@@ -93,6 +93,18 @@ def test_settings_and_text() -> None:
     alike = parts_of(MEASURED, workers=2, here=2, servers=0, spark_task=0, rows=0)  # on as many as were measured
     assert memory(parts=tuple(alike)).worker_bytes == MEASURED.peak
     assert replace(MEASURED, peak=0).rest == 0
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "measure", lambda *given: asked.append(given) or MEASURED)
+    monkeypatch.setattr(module, "_spark_task", lambda: 100 * MB)
+    found = executor_memory(task(), workers=2, strategy="dynsgd", servers=2, engine="spark:memory_mb=7")
+    assert (found.workers_per_executor, found.executors, asked[0][2:]) == (2, 1, (2, 2))
+    by_name = {part.name: part for part in found.parts}
+    assert by_name["rows of a Spark task"].bytes == 0
+    assert "server shards" in by_name
+    frame = DistributedFrame(key="k", columns=(), table=SimpleNamespace())
+    found = executor_memory(task(train_data=frame), workers=6, engine="spark:memory_mb=7")
+    assert {part.name: part for part in found.parts}["rows of a Spark task"].bytes == 7_000_000
+    assert (found.workers_per_executor, found.executors) == (4, 2)
 
 
 def test_tensors_of_states_are_found_and_counted_once() -> None:
@@ -115,10 +127,10 @@ class Table:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def select(self, *names: str) -> Table:
+    def select(self, *names: str) -> "Table":
         return self
 
-    def limit(self, rows: int) -> Table:
+    def limit(self, rows: int) -> "Table":
         return Table(min(rows, self.rows))
 
     def toPandas(self) -> Any:
@@ -174,17 +186,16 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         executor_memory(task(), workers=2)
 
 
-def test_settings_of_a_whole_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a frame count as much as engine spark keeps of them in memory; other rows came with the program."""
-    asked: list[Any] = []
-    monkeypatch.setattr(module, "measure", lambda *given: asked.append(given) or MEASURED)
-    monkeypatch.setattr(module, "_spark_task", lambda: 100 * MB)
-    found = executor_memory(task(), workers=2, strategy="dynsgd", servers=2, engine="spark:memory_mb=7")
-    assert (found.workers_per_executor, found.executors, asked[0][2:]) == (2, 1, (2, 2))
-    by_name = {part.name: part for part in found.parts}
-    assert by_name["rows of a Spark task"].bytes == 0
-    assert "server shards" in by_name
-    frame = DistributedFrame(key="k", columns=(), table=SimpleNamespace())
-    found = executor_memory(task(train_data=frame), workers=6, engine="spark:memory_mb=7")
-    assert {part.name: part for part in found.parts}["rows of a Spark task"].bytes == 7_000_000
-    assert (found.workers_per_executor, found.executors) == (4, 2)
+@pytest.mark.slow
+def test_vectors_of_real_workers_are_counted() -> None:
+    """Adam keeps two vectors and a step. All are resident, and not much else is."""
+    vector = 4 * 1000 * 1000
+    measured = module.measure(task(), strategy_of("dynsgd"), workers=4)
+    assert (measured.parameters, measured.gradients, measured.center) == (vector, vector, vector)
+    assert measured.optimizer == 2 * vector + 4
+    assert measured.strategy == vector
+    held = measured.parameters + measured.gradients + measured.optimizer + measured.strategy
+    assert measured.peak > measured.base + held
+    assert measured.peak < measured.base + 100 * vector  # a checkpoint is copied twice while it is written
+    assert measured.base > 50e6
+    assert measured.shards >= measured.center

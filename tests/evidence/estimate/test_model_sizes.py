@@ -1,15 +1,20 @@
-"""What is seen of the real model, optimizer and data."""
-
-from __future__ import annotations
+"""What is seen of the real model, optimizer and data, and the lengths of messages that follow from it."""
 
 import pytest
 import torch
+from both_ways import task as wide
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
+from manyhands.comm.codecs import Hints, Matrix, codec_of
+from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.data.open_source import open_source
+from manyhands.engines.sim.compute import Compute
+from manyhands.errors import Unsupported
+from manyhands.evidence.estimate.message_lengths import Lengths, Piece, payload_bytes
 from manyhands.evidence.estimate.model_sizes import ReadingPlan, Shape, reading_plan, shape_of
+from manyhands.strategies import strategy_of
 
 
 class Net(nn.Module):
@@ -33,7 +38,7 @@ def task(model: object = Net, optimizer: object = None, **fields: object) -> mh.
     )
 
 
-def test_lengths_of_the_flat_vector_and_its_matrices() -> None:
+def test_lengths_of_the_flat_vector_its_matrices_and_slices() -> None:
     """Each parameter begins at a multiple of 32 float32."""
     found = shape_of(task())
     assert found == Shape(
@@ -47,9 +52,13 @@ def test_lengths_of_the_flat_vector_and_its_matrices() -> None:
         largest=torch.Size([4, 6]),
     )
     assert found.item == 4
+    found = shape_of(task(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1200))))
+    assert (sum(found.slices), len(found.slices)) == (found.padded, 2)
+    with pytest.raises(mh.BadInput, match="no trainable parameters"):
+        shape_of(task(lambda: nn.ReLU()))
 
 
-def test_what_the_optimizer_keeps() -> None:
+def test_what_the_optimizer_keeps_and_that_nothing_of_the_caller_is_changed() -> None:
     def state(make: type[torch.optim.Optimizer], **options: float) -> dict[str, tuple[int, ...]]:
         found = shape_of(task(optimizer=lambda model: make(model.parameters(), lr=0.1, **options)))
         return {name: tuple(value.shape) for name, value in found.state.items() if value is not None}
@@ -57,16 +66,6 @@ def test_what_the_optimizer_keeps() -> None:
     assert state(torch.optim.SGD) == {}
     assert state(torch.optim.SGD, momentum=0.9) == {"momentum_buffer": (4, 6)}
     assert state(torch.optim.AdamW) == {"step": (), "exp_avg": (4, 6), "exp_avg_sq": (4, 6)}
-
-
-def test_a_large_model_has_slices_of_some_mebibytes_and_one_without_parameters_is_refused() -> None:
-    found = shape_of(task(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1200))))
-    assert (sum(found.slices), len(found.slices)) == (found.padded, 2)
-    with pytest.raises(mh.BadInput, match="no trainable parameters"):
-        shape_of(task(lambda: nn.ReLU()))
-
-
-def test_the_module_that_is_given_and_the_random_state_stay_as_they_are() -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -79,39 +78,68 @@ def test_the_module_that_is_given_and_the_random_state_stay_as_they_are() -> Non
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_and_steps() -> None:
+def test_epochs_steps_rows_a_worker_orders_loaders_and_streams() -> None:
     given = task(epochs=3)
     reading = reading_plan(given, open_source(given.train_data), 4)
     assert reading == ReadingPlan(batch_size=8, rows=50, ticks=7)
     assert [reading.rows_of(tick) for tick in (0, 5, 6)] == [8, 8, 2]
     assert reading.steps(given) == 21
     assert reading.steps(given.with_fields(max_steps=5)) == 5
-
-
-def test_rows_a_worker_orders_and_loaders() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(50, 6)), batch_size=10, drop_last=True)
     uneven = DataLoader(TensorDataset(torch.zeros(9, 6)), batch_sampler=[[0, 1, 2, 3], [4], [5], [6, 7, 8]])
     for given, workers, plan in (
         (task(batch_size=None, batch_size_per_worker=5), 4, ReadingPlan(batch_size=20, rows=50, ticks=3)),
         (task(order=lambda epoch: range(20)), 4, ReadingPlan(batch_size=8, rows=20, ticks=3)),
         (task(train_data=loader, batch_size=None), 4, ReadingPlan(batch_size=10, rows=50, ticks=5)),
-        (
-            task(train_data=uneven, batch_size=None),
-            2,
-            ReadingPlan(batch_size=3, rows=9, ticks=3),
-        ),  # as if equally large
+        (task(train_data=uneven, batch_size=None), 2, ReadingPlan(batch_size=3, rows=9, ticks=3)),  # as if equal
     ):
         assert reading_plan(given, open_source(given.train_data), workers) == plan
-
-
-def test_nobody_knows_where_a_stream_ends() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> object:
-            return iter(torch.zeros(50, 6))
-
-    given = task(train_data=Stream(), epochs=2)
+    given = task(train_data=lambda: iter(torch.zeros(50, 6)), epochs=2)
     reading = reading_plan(given, open_source(given.train_data), 2)
     assert reading == ReadingPlan(batch_size=8, rows=None, ticks=None)
-    assert reading.steps(given) is None
-    assert reading.steps(given.with_fields(max_steps=40)) == 40
+    assert (reading.steps(given), reading.steps(given.with_fields(max_steps=40))) == (None, 40)
     assert reading.rows_of(10**9) == 8
+
+
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    return shape_of(wide())
+
+
+def lengths(shape: Shape, spec: str, **more: int) -> Lengths:
+    return Lengths(shape, strategy_of(spec), **{"workers": 4, **more})
+
+
+def encoded(shape: Shape, text: str, low: int, high: int) -> int:
+    """Bytes of a real payload."""
+    codec = codec_of(text)
+    matrices = []
+    for start, rows, columns in shape.matrices if isinstance(codec, PowerSGD) else ():
+        first, last = max(0, -(-(low - start) // columns)), min(rows, (high - start) // columns)
+        if first < last:
+            guess = torch.randn(columns, int(codec.rank))
+            matrices.append(Matrix(start + first * columns - low, last - first, columns, guess))
+    return len(codec.encode(torch.randn(high - low), Hints(torch.Generator(), matrices)))
+
+
+def test_a_payload_is_as_long_as_what_the_codec_makes(shape: Shape) -> None:
+    for text in ("topk:0.01", "onebit", "bf16", "int8", "qsgd:4", "powersgd:1", "powersgd:3", "powersgd:50"):
+        for number, of in ((0, 1), (0, 3), (1, 3), (2, 3)):
+            low, high = number * shape.padded // of, (number + 1) * shape.padded // of
+            assert payload_bytes(codec_of(text), shape, low, high) == encoded(shape, text, low, high), (text, number)
+    threshold = "allreduce:compress=threshold:0.1"
+    with pytest.raises(Unsupported, match=r"compress=threshold .* only training shows them: .* topk:0.01"):
+        lengths(shape, threshold)
+    alone = Lengths(shape, strategy_of(threshold), workers=1)  # one worker compresses nothing
+    assert alone.mean(alone.stand_in_length, shape.item) == [Piece("mean", shape.padded, 4)]
+
+
+def test_seconds_a_byte_and_a_number_grow_as_the_vector_shrinks(shape: Shape) -> None:
+    given = Compute.parse("row=1,merge=1e-9,int8=4ns/2ns,3=5x")
+    found = lengths(shape, "allreduce:compress=int8").compute(given)
+    assert found.merge * 32 == pytest.approx(1e-9 * shape.padded)
+    assert found.coding("bf16", 0).encoding(32, 64) == pytest.approx(4e-9 * shape.padded)
+    assert found.coding("bf16", 0).decoding(32, 64, 1) == pytest.approx(4 * 2e-9 * shape.padded)  # of four workers
+    assert found.coding("bf16", 3).encoding(32, 64) == pytest.approx(5 * 4e-9 * shape.padded)
+    assert (found.row, found.factors) == (given.row, given.factors)
+    assert lengths(shape, "allreduce").compute(given).codecs == {}

@@ -1,7 +1,5 @@
 """The stand-in's virtual times and bytes are those of the model with all its numbers."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -12,22 +10,20 @@ from both_ways import HOSTS, Measured, by_stand_in, in_full, task
 import manyhands as mh
 from manyhands.comm.codecs import CODECS
 from manyhands.strategies import CATALOGUE
-from manyhands.tasks.digits_task import digits
 from slow_cases import slow_after
 
 UNKNOWN = {"solo", "hogwild", "update-sharing", "rotate"}
 """One worker; shared memory; messages as long as their values make them; kernels alone."""
 EXACT = 1e-9  # of times: sums of the same numbers in another order
-FAST = (
-    "allreduce",
-    "diloco:period=5,compress=topk:0.01",
-    "gossip:graph=pairs",
-    "downpour:compress=bf16",
-    "easgd:via=group",
-)
+FAST = ("allreduce", "diloco:period=5,compress=topk:0.01", "gossip", "downpour:compress=bf16", "easgd:via=group")
 SLOW = (
     *("allreduce:overlap=true", "local-sgd:period=4,optimizer_state=kept", "local-sgd:period=4,optimizer_state=reset"),
-    *("diloco:period=4,via=server,bound=0", "gossip", "gossip:graph=ring,period=2", "gossip:weights=push-sum"),
+    *(
+        "diloco:period=4,via=server,bound=0",
+        "gossip:graph=pairs",
+        "gossip:graph=ring,period=2",
+        "gossip:weights=push-sum",
+    ),
     *("ensemble", "downpour:push_every=2,pull_every=3,rule=adagrad,bound=2", "downpour:compress=topk:0.01", "agn"),
     *("dynsgd", "distance", "easgd", "eamsgd", "quorum:compress=int8", "allreduce:compress=bf16"),
     *(f"allreduce:compress={codec}" for codec in ("onebit", "qsgd:4", "int8", "powersgd:2")),
@@ -59,10 +55,9 @@ def test_every_workers_every_step_takes_as_long_and_sends_as_much(spec: str) -> 
 @pytest.mark.parametrize(
     ("spec", "workers", "network"),
     [
-        ("allreduce", 2, "latency=1ms,bandwidth=1Gbit"),
         ("allreduce", 5, "latency=1ms,bandwidth=1Gbit,duplex=shared"),
         ("allreduce", 3, HOSTS),
-        ("allreduce:overlap=true", 3, HOSTS),
+        pytest.param("allreduce:overlap=true", 3, HOSTS, marks=pytest.mark.slow),
     ],
 )
 def test_messages_long_enough_to_travel_another_way(spec: str, workers: int, network: str) -> None:
@@ -82,30 +77,25 @@ def test_other_models_and_optimizers() -> None:
         return torch.nn.Linear(64, 70).double()
 
     given = task().with_fields(model=model, loss=lambda model, batch: model(batch[0].double()).square().mean())
-    for spec in ("allreduce", "local-sgd:period=2,optimizer_state=kept", "downpour:compress=topk:0.01"):
-        both_ways(given, spec, 3, 5)
-    both_ways(digits(), "downpour", 4, 10, servers=2)
-    both_ways(task(optimizer=torch.optim.SGD), "local-sgd:period=4", 4, 11)  # no state to average
-    both_ways(task(), "downpour:compress=powersgd:2", 4, 11)
+    both_ways(given, "local-sgd:period=2,optimizer_state=kept", 3, 5)
+    both_ways(given, "downpour:compress=topk:0.01", 3, 5)
+    both_ways(task(optimizer=torch.optim.SGD), "local-sgd:period=4", 4, 5)  # no state to average
 
 
 def test_averaging_the_optimizers_state_differs_by_words_once() -> None:
     """At the first average all say which parameters have state: a list, of one parameter or of all. Then nothing differs."""
-    full, stands = (way(task(), "local-sgd:period=4", 4, 13) for way in (in_full, by_stand_in))
+    full, stands = (way(task(), "local-sgd:period=2", 2, 5) for way in (in_full, by_stand_in))
     assert [sent for _, _, sent in stands] == [sent for _, _, sent in full]
     assert [when for _, when, _ in stands] == pytest.approx([when for _, when, _ in full], rel=1e-4)
-    for rank in range(4):
+    for rank in range(2):
         ours, theirs = ([when for r, when, _ in one if r == rank] for one in (stands, full))
-        assert ours[9] - ours[5] == pytest.approx(theirs[9] - theirs[5], rel=EXACT)
+        assert ours[4] - ours[2] == pytest.approx(theirs[4] - theirs[2], rel=EXACT)
 
 
 def test_fragments_and_shards_that_differ_are_taken_for_alike() -> None:
     """Over whole periods they send the same, and take as long where none waits for another."""
-    for spec, servers, steps, off in (
-        ("diloco:streaming=4,period=8", 1, 20, 0.02),
-        ("downpour", 3, 13, 0.0),
-        ("downpour:compress=powersgd:2", 2, 13, 0.0),
-    ):
+    for spec, servers, off in (("diloco:streaming=4,period=8", 1, 0.02), ("downpour:compress=powersgd:2", 2, 0.0)):
+        steps = 20 if servers == 1 else 13
         full, stands = (way(task(), spec, 4, steps, servers=servers) for way in (in_full, by_stand_in))
         assert sum(sent for *_, sent in stands) == pytest.approx(sum(sent for *_, sent in full), rel=off), spec
         assert max(when for _, when, _ in stands) == pytest.approx(max(when for _, when, _ in full), rel=0.01), spec

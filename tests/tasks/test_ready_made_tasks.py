@@ -1,25 +1,28 @@
-"""tasks/chars_task.py: the text, its windows, and a model that sees the past alone."""
+"""The tasks chars and digits: their data is what they say, and they learn it."""
 
+import hashlib
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from manyhands.errors import BadInput
+from manyhands.data.feed import Feed
+from manyhands.data.open_source import open_source
+from manyhands.errors import BadInput, UnknownName
+from manyhands.tasks import digits_task
 from manyhands.tasks.chars_task import ALPHABET, CONTEXT, CharsNet, chars, split, texts, warmup_then_cosine, windows
+from manyhands.tasks.digits_task import DigitsNet, digits, load, smoothed_cross_entropy
 
 
-def test_the_text_is_ascii_and_split_by_whole_files():
+def test_the_text_is_ascii_split_by_whole_files_in_the_order_of_their_names(tmp_path):
     parts = split()
     total = sum(len(part) for part in parts)
     assert 500_000 < total <= 1_200_000
     assert all(part.max() < ALPHABET for part in parts)
     assert 0.8 < len(parts[0]) / total < 0.95
     assert all(0.02 < len(part) / total < 0.15 for part in parts[1:])
-
-
-def test_files_come_in_the_order_of_their_names_up_to_a_limit(tmp_path):
     for name in "kjihgfedcba":
         (tmp_path / f"{name}.py").write_text(name * 1000 + "é")
     (tmp_path / "_private.py").write_text("x" * 1000)
@@ -32,7 +35,7 @@ def test_files_come_in_the_order_of_their_names_up_to_a_limit(tmp_path):
         texts(empty)
 
 
-def test_windows_are_views_and_shifted_by_one():
+def test_windows_are_views_shifted_by_one_and_no_position_sees_what_follows():
     text = np.arange(3 * CONTEXT + 1, dtype=np.uint8)
     before, after = windows(text)
     assert before.shape == after.shape == (3, CONTEXT)
@@ -40,9 +43,6 @@ def test_windows_are_views_and_shifted_by_one():
     assert after.data_ptr() == text.ctypes.data + 1
     assert torch.equal(after[:, :-1], before[:, 1:])
     assert torch.equal(after[:-1, -1], before[1:, 0])
-
-
-def test_no_position_sees_what_follows():
     torch.manual_seed(0)
     model, text = CharsNet(layers=2), torch.randint(ALPHABET, (2, CONTEXT))
     changed = text.clone()
@@ -52,7 +52,7 @@ def test_no_position_sees_what_follows():
     assert not torch.allclose(a[:, 50:], b[:, 50:])
 
 
-def test_it_has_the_size_it_says_and_a_few_steps_learn():
+def test_it_has_the_size_it_says_a_few_steps_learn_and_the_rate_rises_and_falls():
     task = pickle.loads(pickle.dumps(chars(epochs=2)))
     torch.manual_seed(0)
     model = task.model()
@@ -72,9 +72,6 @@ def test_it_has_the_size_it_says_and_a_few_steps_learn():
     with torch.no_grad():
         metrics = task.metrics(model, [part[:4] for part in task.validation_data])
     assert float(metrics["bits_per_character"]) == pytest.approx(7.0, abs=1e-5)  # log2 of 128: it knows nothing
-
-
-def test_the_rate_rises_and_falls():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     schedule, rates = warmup_then_cosine(optimizer, 100), []
     for _ in range(100):
@@ -85,3 +82,53 @@ def test_the_rate_rises_and_falls():
     assert max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0.05 <= rates[-1] < 0.06
+
+
+def test_the_scans_are_those_of_uci_and_the_split_is_fixed_and_disjoint():
+    scans, targets = load()
+    assert scans.shape == (1797, 1, 8, 8)
+    assert scans.dtype == torch.float32
+    assert (float(scans.min()), float(scans.max())) == (0.0, 1.0)
+    assert targets.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert targets[:10].tolist() == list(range(10))
+    scans, _ = load()
+    parts = digits_task.split()
+    assert [len(targets) for _, targets in parts] == [1297, 200, 300]
+    rows = torch.cat([x for x, _ in parts]).flatten(1)
+    assert torch.equal(rows.sum(1).sort().values, scans.flatten(1).sum(1).sort().values)
+    fingerprint = hashlib.sha256(parts[2][1].numpy().tobytes()).hexdigest()
+    assert fingerprint[:16] == "9d5e78bd2cc76e5d"
+
+
+def test_fields_can_be_changed_a_worker_can_rebuild_it_and_validation_counts_the_plain_loss():
+    task = digits(batch_size=16, epochs=5)
+    assert (task.name, task.batch_size, task.epochs) == ("digits", 16, 5)
+    with pytest.raises(UnknownName, match="epoch"):
+        digits(epoch=5)
+    task = pickle.loads(pickle.dumps(digits()))
+    torch.manual_seed(3)
+    first = task.model()
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), DigitsNet().parameters(), strict=True))
+    model, (x, y) = DigitsNet(), digits().validation_data
+    metrics = digits().metrics(model, (x, y))
+    assert torch.equal(metrics["loss"][0], F.cross_entropy(model(x), y))
+    assert not torch.equal(metrics["loss"][0], smoothed_cross_entropy(model(x), y))
+
+
+@pytest.mark.slow
+def test_it_reads_97_percent_of_the_test_scans():
+    task = digits(epochs=8)
+    torch.manual_seed(0)
+    model, feed = task.model(), Feed(open_source(task.train_data), batch_size=task.batch_size)
+    optimizer = task.optimizer(model)
+    schedule = task.schedule(optimizer, feed.ticks * task.epochs)
+    for epoch in range(task.epochs):
+        for part in feed.epoch(epoch):
+            optimizer.zero_grad()
+            loss = task.loss(model, part.batch)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    accuracy, _ = task.metrics(model, task.test_data)["accuracy"]
+    assert float(accuracy) >= 0.97
