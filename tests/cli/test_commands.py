@@ -37,7 +37,7 @@ def test_help_and_version_do_not_need_torch() -> None:
     assert "manyhands" in run.stdout
 
 
-def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> None:
+def test_options_arrive_and_without_them_the_tasks_own_fields_stand(asked: dict[str, Any], tmp_path: Path) -> None:
     done = invoke("train", "digits:epochs=5")
     assert done.exit_code == 0, done.output
     assert done.stdout == "the summary\n"
@@ -49,9 +49,7 @@ def test_without_options_the_tasks_own_fields_stand(asked: dict[str, Any]) -> No
     done = invoke("train", "digits", "--run-dir", "memory://bucket/run", "--log", "json")
     assert (done.stdout, done.stderr) == ("", "the summary\n")  # JSON has standard output for itself
     assert asked["run_dir"] == RemotePath("memory://bucket/run")
-
-
-def test_every_option_arrives(asked: dict[str, Any], tmp_path: Path) -> None:
+    asked.clear()
     texts = {"strategy": "local-sgd:period=8", "engine": "local", "device": "cpu", "precision": "bf16-mixed"}
     texts |= {"keep": "best:validation_loss", "nonfinite": "skip", "partition": "fixed", "model_parallel": "auto"}
     texts |= {"memory_per_worker": "2GB"}
@@ -194,23 +192,6 @@ def test_several_local_workers_get_their_server_before_torch_and_it_always_ends(
         assert done == happened, engine
 
 
-MINE = """
-from manyhands.engines.base import Engine
-class Mine(Engine):
-    name, calls = "mine", []
-    def launch(self, program, spec): ...
-    def prestart(self): self.calls.append("prestart"); return self
-    def close(self): self.calls.append("close")
-"""
-
-
-def test_an_engine_of_ones_own_is_started_and_closed_as_it_says(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    with commands._started(f"{tmp_path}/mine.py:Mine", 2) as place:
-        assert place.calls == ["prestart"]
-    assert place.calls == ["prestart", "close"]
-
-
 @pytest.mark.slow
 def test_ctrl_c_during_a_real_command_is_130(tmp_path: Path) -> None:
     """CASE 28, of one process: the command says that it was interrupted, and nothing else."""
@@ -237,7 +218,7 @@ def test_options_of_engine_hosts_are_fields_of_its_spec_and_join_offers_its_own(
     assert offers == [join.Join(address="10.0.0.1:7000", workers=2, listen="10.0.0.2", ports="7000-7100", wait_s=9.0)]
 
 
-def test_roles_of_another_frameworks_cluster() -> None:
+def test_roles_of_another_frameworks_cluster_and_ways_to_run_that_cannot_be() -> None:
     for roles, workers, until, counts, awaited in (
         ("worker=2", None, None, {"worker": 2}, {0, 1}),
         ("ps=1, chief=1", 2, None, {"chief": 1, "worker": 2, "ps": 1}, {0, 1, 2}),
@@ -246,9 +227,6 @@ def test_roles_of_another_frameworks_cluster() -> None:
     ):
         cast = options.cast_of(roles, workers, until, None, "hosts")
         assert (cast.counts, cast.awaited) == (counts, awaited), roles
-
-
-def test_roles_and_ways_to_run_that_cannot_be() -> None:
     for words, says in (
         (["--roles", "ps"], "such as chief=1,worker=2,ps=1; not 'ps'"),
         (["--roles", "ps=1,ps=2"], "each role once"),

@@ -177,7 +177,7 @@ def refused(words: str, *given: Any, error: type[Exception] = BadInput, **option
         mh.predict(*given, **options)
 
 
-def test_what_cannot_be_is_named() -> None:
+def test_what_cannot_be_is_named_and_leaves_no_file(tmp_path: Path) -> None:
     x = inputs(20)
     refused(r"a batch of the data is a dict \(x, y\).*function=", model(), {"x": x, "y": x})
     refused("the function gave 1 rows for a batch of 20", model(), x, function=lambda m, b: m(b)[:1])
@@ -192,8 +192,6 @@ def test_what_cannot_be_is_named() -> None:
     refused("must end in .parquet", model(), x, output="out.csv")
     refused("KeyError", model(), x, function=lambda m, b: {}["x"], error=WorkerFailed)
 
-
-def test_an_error_leaves_no_file(tmp_path: Path) -> None:
     def fails(module: nn.Module, batch: Tensor) -> Tensor:
         if batch[0] >= 64:
             raise KeyError("of the user")
@@ -226,13 +224,10 @@ class Losing(Local):
         return super().launch(program, replace(spec, observer=Observer()))
 
 
-def test_engines_that_bring_no_rows_or_lose_some_are_refused() -> None:
+def test_engines_that_bring_no_rows_and_rows_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, lost = inputs(3), "worker 0 delivered 3 rows, and 0 came: engine losing lost rows"
     refused("this engine brings no rows to the driver", model(), x, engine=Mute(), error=Unsupported)
     refused(lost, model(), x, engine=Losing(), error=ManyhandsError)
-
-
-def test_rows_of_a_dataframe_on_several_hosts_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.data.dataframe_rows import HostRows, SharedRows
 
     rows = SharedRows(HostRows.__new__(HostRows), [2, 2], [1, 1], 0)

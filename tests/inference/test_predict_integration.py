@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import manyhands as mh
 import plain
-from manyhands.data.row_pieces import RowPiece
-from manyhands.engines.driver.row_collector import RowCollector
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Preempted, WorkerFailed
 from manyhands.worker import current
@@ -61,36 +59,6 @@ def predict_into(folder: Path, local: Local, function: Any, rows: Tensor | None 
     data = torch.arange(1000) if rows is None else rows
     options: dict[str, Any] = {"workers": workers, "engine": local, "batch_size": BATCH}
     return mh.predict(nn.Identity(), data, function=function, output=folder / "out.parquet", **options)
-
-
-def test_a_slow_worker_holds_the_others_back(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker of the first rows goes on when the driver has let another one wait: so much lies in memory, and no more."""
-    held, waiting = tmp_path / "held", list[int]()
-    must_wait, take_rows = RowCollector.must_wait, RowCollector.take_rows
-
-    def noted(self: RowCollector, piece: RowPiece) -> bool:
-        if found := must_wait(self, piece):
-            held.touch()
-        return found
-
-    def measured(self: RowCollector, piece: RowPiece) -> None:
-        take_rows(self, piece)
-        waiting.append(self._order.waiting_bytes)
-
-    monkeypatch.setattr(RowCollector, "must_wait", noted)
-    monkeypatch.setattr(RowCollector, "take_rows", measured)
-    monkeypatch.setattr("manyhands.engines.driver.row_collector.WAITING_BYTES", 10_000)
-
-    def slow_at_first(module: nn.Module, batch: Tensor) -> Tensor:
-        if batch[0] == 0:
-            wait_until(held.exists)
-        return batch.repeat(1, 100)
-
-    found = predict_into(tmp_path, local, slow_at_first, torch.arange(800.0).view(800, 1), workers=3)
-    pieces = 16 * BATCH * 100 * 4  # bytes of one lease, about
-    assert 10_000 < max(waiting) < 10_000 + 2 * pieces
-    assert [row[0] for row in pq.read_table(found.path)["prediction"].to_pylist()] == list(range(800))
-    assert sum(found.rows_of_workers) == 800
 
 
 def test_a_worker_that_dies_is_named_and_leaves_no_file(local: Local, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_row_is_complete_when_all_workers_reported_and_sums_are_means_over_wor
     assert history.close() == []
 
 
-def test_the_loss_is_the_mean_by_weight() -> None:
+def test_the_loss_is_the_mean_by_weight_of_the_workers_of_its_launch() -> None:
     """CASE 27: a worker without rows does not count; a NaN of one shows; a tick without rows has no loss."""
     history = History(3)
     history.add(step(0, loss=1.0, weight=1.0))
@@ -41,9 +41,6 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     assert math.isnan(history.add(step(1))["loss"])
     history.add(step(0, tick=1, loss=None, weight=0.0))
     assert history.add(step(1, tick=1, loss=math.nan, weight=0.0))["loss"] is None
-
-
-def test_launches_and_generations_may_have_other_numbers_of_workers() -> None:
     history = History(2)
     history.preload([(step(rank), 0) for rank in range(4)])
     history.add(step(0, tick=1))
@@ -63,7 +60,7 @@ def leased(rank: int, tick: int, part: int, parts: int = 2, **values: Any) -> Ev
     return step(rank, tick, lease=[tick, part, 0], parts=parts, **values)
 
 
-def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() -> None:
+def test_a_leased_batch_is_complete_when_all_its_slices_are_and_a_lost_slice_is_reported_once() -> None:
     history = History(2)
     assert history.add(leased(0, 0, 0, parts=3)) is None
     assert history.add(leased(0, 9, 1, parts=3)) is None
@@ -77,10 +74,6 @@ def test_a_leased_batch_is_complete_when_all_its_slices_are_whoever_made_them() 
     assert [row["step"] for row in history.rows] == [1, 2]  # the run's, not the workers' own
     assert history.timing()["compute"] == pytest.approx(0.6)
     assert sum(one["compute"] for one in history.timing_of_workers()) / 2 == pytest.approx(0.6)
-
-
-def test_a_lost_workers_slice_is_reported_once() -> None:
-    """Whether it had reported it is not known: nothing of the batch, a part of it, or all."""
     history = History(2)
     assert history.add(leased(1, 0, 0, parts=1, again=True)) is not None  # nobody had reported any of it
     assert history.add(leased(0, 2, 0)) is None
@@ -92,16 +85,6 @@ def test_a_lost_workers_slice_is_reported_once() -> None:
     assert [history.add(leased(1, tick, 0, again=True)) for tick in range(3)] == [None] * 3
     assert [row["tick"] for row in history.rows] == [0, 2, 1]
     assert history.consumed == 4 + 7 + 4
-    assert history.close() == []
-
-
-def test_a_resumed_epoch_keeps_its_parts_and_completes_what_was_begun() -> None:
-    history = History(2)
-    history.preload((leased(rank, tick, rank, parts=3), 3) for rank, tick in ((0, 0), (1, 0), (2, 0), (2, 1)))
-    assert [row["rows"] for row in history.rows] == [12]
-    assert history.add(leased(0, 1, 0, parts=3)) is None
-    row = history.add(leased(0, 1, 1, parts=3))
-    assert (row["tick"], row["rows"], row["step"]) == (1, 12, 2)
     assert history.close() == []
 
 
@@ -150,7 +133,7 @@ def test_a_loss_costs_the_step_the_pause_and_the_absence() -> None:
     assert found["goodput"] == pytest.approx(1 - (3.0 + 1.5 + 0.9) / 80)
 
 
-def test_two_losses_at_once_are_one_pause_and_who_leaves_in_order_has_nothing_repeated() -> None:
+def test_two_losses_at_once_are_one_pause_and_a_restart_costs_all_since_the_checkpoint() -> None:
     goodput = Goodput(4, 0.0)
     goodput.lost(10.0)
     goodput.lost(10.1)
@@ -166,9 +149,6 @@ def test_two_losses_at_once_are_one_pause_and_who_leaves_in_order_has_nothing_re
     goodput = Goodput(2, 0.0)
     goodput.formed(5.0, 4, 5.0)
     assert goodput.result(10.0)["absent_s"] == 0.0
-
-
-def test_a_restart_costs_all_since_the_checkpoint_and_until_the_next_start_once() -> None:
     goodput = Goodput(4, 0.0)
     goodput.stopped(10.0)  # the checkpoint's newest step was complete at 7
     goodput.resumed(12.0, 4, 7.0)

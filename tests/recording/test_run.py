@@ -146,7 +146,7 @@ def run_of(**changes: Any) -> Run:
 ROWS = torch.arange(10.0).reshape(10, 1)
 
 
-def test_predictions_are_in_row_order_whatever_the_batch_size_and_their_parts() -> None:
+def test_predictions_are_in_row_order_whatever_the_batch_size_and_the_loaders_order() -> None:
     def forward(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         return {"a": model(batch["x"]), "b": (batch["x"][:, 0], [batch["x"] + 1])}
 
@@ -161,8 +161,6 @@ def test_predictions_are_in_row_order_whatever_the_batch_size_and_their_parts() 
     assert torch.equal(found["b"][0], ROWS[:, 0])
     assert torch.equal(found["b"][1][0], ROWS + 1)
 
-
-def test_a_shuffling_loader_is_read_in_the_order_of_its_rows() -> None:
     def collate(rows: list[Any]) -> Tensor:
         return torch.stack([row["x"] for row in rows])
 

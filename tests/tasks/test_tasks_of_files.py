@@ -214,7 +214,9 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_options_are_those_of_the_kernel_and_of_tasks(text: Path) -> None:
+def test_options_are_those_of_the_kernel_and_what_was_left_out_is_shown(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     task = task_of(f"word2vec:path={text},dim=7,window=2,negative=3,min_count=20,sample=0.1,epochs=2,seed=3")
     kernel = task.kernel
     assert isinstance(kernel, SkipGram)
@@ -224,9 +226,6 @@ def test_options_are_those_of_the_kernel_and_of_tasks(text: Path) -> None:
     assert task.batch_size_per_worker == pytest.approx(SLICE_WORDS / 9, rel=0.1)
     assert task_of(f"word2vec:path={text},cbow=true").rate == 0.05
     assert task_of(f"word2vec:path={text},cbow=true,rate=0.1").rate == 0.1
-
-
-def test_what_was_left_out_is_shown(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         task = task_of(f"word2vec:path={text},min_count=1000")
     assert task.train_data.counted.rare > 0

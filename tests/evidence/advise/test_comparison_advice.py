@@ -109,15 +109,6 @@ def test_threads_or_processes_of_as_many_cores() -> None:
     assert named("processes", solo(threads=1), allreduce(1.3, measured={**here, "workers": 1})) is None
 
 
-def test_causes_are_ordered_by_what_the_strategy_would_win() -> None:
-    slower = contestant("slower", measured(compute=1.0, strategy="downpour"), 1.2, quality="worse", effective_rate=0.4)
-    faster = contestant("faster", measured(compute=1.0, strategy="downpour"), 3.0, quality="worse", effective_rate=0.4)
-    found = advise_comparison(compared(solo(), slower, allreduce(1.5), faster))
-    assert [one.kind for one in found] == ["rate-too-high", "rate-too-high"]
-    assert [one.numbers.get("name") for one in found] == ["faster", "slower"]
-    assert [one.wins for one in found] == [pytest.approx(0.5), 0.0]
-
-
 def cause(
     strategy: str = "allreduce", *, effective_rate: float | None = None, batch_size: int = 64, **more: Any
 ) -> Advice | None:

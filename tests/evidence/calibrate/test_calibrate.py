@@ -46,12 +46,14 @@ def test_what_cannot_be_is_refused(nothing_starts: None) -> None:
     assert default == ",".join(STRATEGIES)  # the command's
 
 
-def test_what_a_served_tick_takes_longer_is_its_leases_and_its_two_requests() -> None:
+def test_what_a_served_tick_takes_longer_and_the_run_that_is_furthest_off() -> None:
     served, alone = TickTime(5.0, 0.75, leased=True), TickTime(3.0, 0.25, leased=False)
     assert lease_and_request(served, alone, 3.5) == (0.5, 0.5)
     assert lease_and_request(served, alone, 4.75) == (0.25, 0.0)
     assert lease_and_request(served, alone, 6.0) == (0.0, 0.0)  # a quicker run than that which was simulated
     assert lease_and_request(TickTime(5.0, 0.75, leased=False), alone, 3.5) == (0.0, 0.75)  # a stream has no leases
+    worst = {sim: Prediction(strategy="s", real_s=1.0, slowest_s=1.5, simulated_s=sim).worst for sim in (0.9, 1.2, 1.4)}
+    assert worst == pytest.approx({0.9: 0.9 / 1.5 - 1, 1.2: 1.2 / 1.5 - 1, 1.4: 0.4})
 
 
 FOUND = Calibration(
@@ -110,12 +112,6 @@ def test_the_measurements_their_errors_and_how_to_use_the_profile() -> None:
     assert "No strategy was compared." in printed
     for words in ("simulated ms", "ms to encode", "\n\n\n"):
         assert words not in printed
-
-
-def test_the_run_that_is_furthest_off_is_the_error_that_a_profile_keeps() -> None:
-    """The slower of several runs is one that a user may see."""
-    worst = {sim: Prediction(strategy="s", real_s=1.0, slowest_s=1.5, simulated_s=sim).worst for sim in (0.9, 1.2, 1.4)}
-    assert worst == pytest.approx({0.9: 0.9 / 1.5 - 1, 1.2: 1.2 / 1.5 - 1, 1.4: 0.4})
 
 
 def test_the_command_writes_a_profile_that_sim_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

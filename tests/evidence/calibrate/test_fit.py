@@ -4,7 +4,6 @@ import math
 import random
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from manyhands.engines.sim.network import ALL, NetworkState, SimNetworkSpec
 from manyhands.errors import BadInput
 from manyhands.events import Event
 from manyhands.evidence.calibrate import coding
-from manyhands.evidence.calibrate.coding import SETTINGS, CodecTimes, _CodecTiming, _EchoGroup, codings, time_codecs
+from manyhands.evidence.calibrate.coding import SETTINGS, CodecTimes, _EchoGroup, codings, time_codecs
 from manyhands.evidence.calibrate.fit import fit_compute, lognormal, step_seconds, two_terms
 from manyhands.evidence.calibrate.measure import (
     LEAST_LARGEST,
@@ -34,12 +33,10 @@ from manyhands.evidence.calibrate.observe import (
     block_of,
     blocks,
     merged,
-    observe,
     steps_for,
     tick_seconds,
     tick_time,
 )
-from manyhands.strategies.ensemble import Ensemble
 from manyhands.strategies.local_sgd import LocalSGD
 from manyhands.worker import Worker
 from plain import task
@@ -261,17 +258,3 @@ def test_each_setting_has_its_turn_on_the_whole_vector() -> None:
         group, hints = _EchoGroup(Worker(rank=0, size=4)), Hints(torch.Generator().manual_seed(2))
         compressed_mean_(group, codec_of(text), vector, 1.0, 0, hints, own)
         torch.testing.assert_close(vector, own, rtol=1e-6, atol=1e-7)
-
-
-def test_workers_train_as_if_there_were_no_codecs() -> None:
-    """With the bits of models that never talk: same gradients, same draws, the same end."""
-    steps = 2 * len(SETTINGS)
-
-    def seen(program: Any, kind: str, *names: str) -> list[tuple[Any, ...]]:
-        events = observe(PLACE, task(), program, steps, event_type=kind)
-        return sorted((event.tick, event.rank, *(event.values[name] for name in names)) for event in events)
-
-    ours, alone = (seen(one, "step", "loss", "rows") for one in (_CodecTiming(ticks=2), Ensemble()))
-    assert (ours, len(ours)) == (alone, 2 * steps)
-    turns = [(2 * i + 1, rank, text) for i, text in enumerate(SETTINGS) for rank in (0, 1)]  # not at its first tick
-    assert seen(_CodecTiming(ticks=2), "codec", "codec") == turns

@@ -26,7 +26,6 @@ def kinds(checked: Checked) -> list[tuple[str, bool]]:
 
 
 EXPLAINED = {
-    "batch-norm": ("batch-norm", {"model": planted.Normed}),
     "functional dropout": ("dropout", {"model": planted.DroppingByFunction}),
     "randomness": ("randomness", {"model": planted.Noisy}),
     "python randomness": ("randomness", {"loss": planted.mixed_up}),
@@ -46,7 +45,6 @@ EXPLAINED = {
     "buffers": ("buffers", {"model": planted.Centered}),
     "not rebuilt": ("not-rebuilt", {"model": planted.unseeded}),
     "attribute not rebuilt": ("not-rebuilt", {"model": planted.projected}),
-    "rate by workers": ("depends-on-workers", {"optimizer": planted.by_workers}),
     "schedule": ("depends-on-workers", {"schedule": planted.schedule_by_workers}),
     "loss by rank": ("depends-on-workers", {"loss": planted.by_rank}),
 }
@@ -95,7 +93,6 @@ def test_irremovable_randomness_may_hide_other_causes() -> None:
 PAIRS = {
     "dropout": {"model": planted.Dropping, "loss": planted.recomputed},
     "batch-norm, summed-loss": {"model": planted.Normed, "loss": planted.summed},
-    "batch-norm, data-order": {"model": planted.Normed, "train_data": planted.Leaking()},
     "in-place-change, random-rows": {"model": planted.Clipped, "train_data": planted.Augmented()},
     "depends-on-workers, rows-not-once": {"optimizer": planted.by_workers, "order": planted.own_order},
 }

@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused_and_what_one_worker_raises_is_raised() -> Non
         check(planted.task(train_data=planted.from_nowhere), engine="sim")
 
 
-def test_workers_that_fail_where_one_does_not() -> None:
+def test_workers_that_fail_where_one_does_not_and_what_cannot_be_sent() -> None:
     checked = check(planted.task(model=planted.AtLeastEight, train_data=planted.rows(36)), engine="sim", steps=4)
     assert [(f.kind, f.breaks) for f in checked.findings] == [("fails-on-workers", True), ("uneven-not-tried", False)]
     assert checked.findings[0].places[0].line == planted.line_of("eight rows")
@@ -112,6 +112,16 @@ def test_workers_that_fail_where_one_does_not() -> None:
     assert (document["passed"], document["limit"], bool(document["proofs"][0]["failure"])) == (False, 1e-10, True)
     assert document["findings"][0]["kind"] == "fails-on-workers"
     assert document["findings"][0]["places"][0]["line"] == planted.line_of("eight rows")
+    checked = check(planted.task(train_data=Locked()), engine="sim")
+    (finding,) = checked.findings
+    assert (finding.kind, finding.places[0].file) == ("not-picklable", __file__)
+    assert "train_data holds lock" in finding.text
+    assert (checked.proofs, checked.passed) == ((), False)
+    assert checked.text().startswith("task: 2 workers of allreduce could not be tried.")
+    copied = check(planted.task(train_data=LockedAndCopied()), steps=2)  # it is proved here
+    assert [finding.kind for finding in copied.findings] == ["not-picklable"]
+    assert [proof.engine for proof in copied.proofs] == ["sim", "sim"]
+    assert (copied.largest < 1e-12, copied.passed) == (True, False)
 
 
 class Locked(planted.Pairs):
@@ -123,19 +133,6 @@ class Locked(planted.Pairs):
 class LockedAndCopied(Locked):
     def __deepcopy__(self, memo: Any) -> "LockedAndCopied":
         return self
-
-
-def test_what_cannot_be_sent_is_named_with_its_path() -> None:
-    checked = check(planted.task(train_data=Locked()), engine="sim")
-    (finding,) = checked.findings
-    assert (finding.kind, finding.places[0].file) == ("not-picklable", __file__)
-    assert "train_data holds lock" in finding.text
-    assert (checked.proofs, checked.passed) == ((), False)
-    assert checked.text().startswith("task: 2 workers of allreduce could not be tried.")
-    copied = check(planted.task(train_data=LockedAndCopied()), steps=2)  # it is proved here
-    assert [finding.kind for finding in copied.findings] == ["not-picklable"]
-    assert [proof.engine for proof in copied.proofs] == ["sim", "sim"]
-    assert (copied.largest < 1e-12, copied.passed) == (True, False)
 
 
 # -- what it says ----------------------------------------------------------------------------------------------------

@@ -38,14 +38,11 @@ def judged(alone: Mapping[str, float], together: Mapping[tuple[str, ...], float]
     return {one.kind: one for one in found}
 
 
-def test_a_share_is_of_the_sum_of_what_all_make_alone() -> None:
+def test_a_share_is_of_the_sum_of_what_all_make_alone_and_of_batch_norm_on_top_of_coupled_rows() -> None:
     found = judged({DROPOUT: 1.2, "coupled-rows": 0.3}, {(DROPOUT, "coupled-rows"): 1.8})
     assert {kind: one.share for kind, one in found.items()} == pytest.approx({DROPOUT: 0.8, "coupled-rows": 0.2})
     assert found[DROPOUT].alone == 1.2
     assert list(found) == [DROPOUT, "coupled-rows"]
-
-
-def test_batch_norm_is_measured_on_top_of_coupled_rows_or_not_judged() -> None:
     apart = {BATCH_NORM: 0.4, "coupled-rows": 0.3}
     both = (BATCH_NORM, "coupled-rows")
     found = judged(apart, {both: 0.9})

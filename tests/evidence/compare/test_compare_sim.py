@@ -222,15 +222,6 @@ def test_without_rows_to_validate_on_training_rows_judge_and_a_batch_per_worker_
     assert [point.rows for point in own.curve] == [point.rows for point in solo.curve] == [48, 96, 144, 192, 240]
 
 
-def test_a_stream_is_validated_at_its_epochs_ends() -> None:
-    x = torch.randn(48, 4)
-    stream = tiny(train_data=lambda: iter([(one, int(one.sum() > 0)) for one in x]), epochs=2)
-    found = compare(stream, strategies=["allreduce"], engine=SIM, repeats=1)
-    assert found.ticks_per_epoch is None
-    for trial in found.trials:
-        assert (trial.rows, [point.rows for point in trial.curve]) == (96, [48, 96])
-
-
 def test_the_default_leaves_out_what_this_engine_cannot() -> None:
     lines: list[str] = []
     found = compare(tiny(), engine=SIM, repeats=1, validations=1, max_steps=4, say=lines.append)

@@ -16,7 +16,7 @@ def cell(made: Comparison, group: str, label: str, name: str) -> TableCell:
     return found.cell(made.variant(name))
 
 
-def test_a_rate_says_mean_spread_interval_and_verdict() -> None:
+def test_a_rate_says_mean_spread_interval_and_verdict_and_speed_up_is_against_both_solos() -> None:
     made = changed(comparison(), "allreduce on 4", rows_per_s=[16000.0, 16000.0, 14000.0])
     found = cell(made, "Speed", "rows/s", "allreduce on 4")
     assert found.text == "15,303"  # the geometric mean
@@ -24,9 +24,6 @@ def test_a_rate_says_mean_spread_interval_and_verdict() -> None:
     assert found.mark == "better"
     assert re.match(r"better: 1.61× \[1.52, 1.70\], .* 95 % .*solo, 4 threads; up to 5 %", found.title)
     assert cell(made, "Speed", "rows/s", "solo, 4 threads").mark == ""
-
-
-def test_speed_up_is_against_both_solos_and_efficiency_against_one_thread() -> None:
     made = comparison()
     for name, rate in (("solo, 1 thread", 100.0), ("solo, 4 threads", 200.0), ("allreduce on 4", 300.0)):
         made = changed(made, name, rows_per_s=rate)
@@ -89,7 +86,7 @@ def test_costs_rows_without_effect_and_what_was_read_of_files() -> None:
     assert not {"read", "waiting for input"} & set(labels)
 
 
-def test_intervals() -> None:
+def test_columns_and_intervals_are_those_of_what_was_measured() -> None:
     for of, (middle, low, high), output in (
         ("rows_per_s", (1.62, 1.55, 1.7), "1.62× [1.55, 1.70]"),
         ("test_loss", (-0.0021, -0.004, 0.008), "−0.0021 [−0.004, +0.008]"),
@@ -98,9 +95,6 @@ def test_intervals() -> None:
     ):
         found = Difference(of=of, middle=middle, low=low, high=high, margin=0.05, outcome="unclear")
         assert interval(found) == output, of
-
-
-def test_columns_are_those_of_what_was_measured() -> None:
     made, broken = comparison(), comparison(fails=("allreduce on 4",))
     assert not [column for column in columns(comparison(target=None)) if column.group.startswith("Until")]
     assert [column.label for column in columns(made)] == [column.label for column in columns(broken)]

@@ -15,7 +15,6 @@ from manyhands.errors import BadInput
 from manyhands.evidence.compare import measures
 from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
 from manyhands.evidence.compare.report import load
-from manyhands.evidence.compare.significance import Mean
 
 
 def tick(number: int, rows: int, seconds: float) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def aim(value: float, metric: str = "test_accuracy", higher: bool = True) -> Tar
     return Target(metric=metric, value=value, higher=higher)
 
 
-def test_a_recorded_history_as_points() -> None:
+def test_a_recorded_history_as_points_and_as_a_rate() -> None:
     points = measures.curve(RECORDED, VALIDATIONS)
     assert [point.rows for point in points] == [20, 36, 56]
     assert [point.seconds for point in points] == pytest.approx([1.5, 2.5, 6.0])
@@ -40,6 +39,13 @@ def test_a_recorded_history_as_points() -> None:
     assert measures.curve([RECORDED[i] for i in (2, 0, 1, 5, 3, 4)], VALIDATIONS) == points  # complete in another order
     (last,) = measures.curve(RECORDED, [(5, {"a": 1.0}), (5, {"a": 2.0})])
     assert (last.rows, last.metrics) == (56, {"a": 2.0})
+    slow = [tick(i, 10, 5.0) for i in range(3)]
+    assert measures.rows_per_s(slow + [tick(i, 10, 0.5) for i in range(3, 20)]) == pytest.approx(20.0)
+    late = [tick(i, 10, 5.0) for i in range(5)]  # 5 % of 100
+    assert measures.rows_per_s(late + [tick(i, 10, 0.5) for i in range(5, 100)]) == pytest.approx(20.0)
+    assert measures.rows_per_s([slow[0], tick(1, 10, 0.5), tick(2, 10, 0.5)]) == pytest.approx(20.0)  # at most half
+    assert measures.rows_per_s([tick(0, 10, 2.0)]) == pytest.approx(5.0)
+    assert measures.rows_per_s([]) == 0.0
 
 
 def losses(*values: float) -> list[Point]:
@@ -66,39 +72,13 @@ def test_time_to_target_equals_the_calculation_by_hand() -> None:
     assert measures.reached(broken, aim(1.5, "loss", higher=False)) == (3.0, 30.0)
 
 
-def test_a_rate_leaves_out_the_first_ticks_and_their_time() -> None:
-    slow = [tick(i, 10, 5.0) for i in range(3)]
-    assert measures.rows_per_s(slow + [tick(i, 10, 0.5) for i in range(3, 20)]) == pytest.approx(20.0)
-    late = [tick(i, 10, 5.0) for i in range(5)]  # 5 % of 100
-    assert measures.rows_per_s(late + [tick(i, 10, 0.5) for i in range(5, 100)]) == pytest.approx(20.0)
-    assert measures.rows_per_s([slow[0], tick(1, 10, 0.5), tick(2, 10, 0.5)]) == pytest.approx(20.0)  # at most half
-    assert measures.rows_per_s([tick(0, 10, 2.0)]) == pytest.approx(5.0)
-    assert measures.rows_per_s([]) == 0.0
-
-
-def speed_ups(made: Comparison, name: str) -> tuple[float | None, ...]:
-    """Of a variant against each variant of solo, then the first as a share of the ideal."""
-    found = [measures.speed_up(made, name, solo.name) for solo in made.solos]
-    middles = [None if one is None else one.middle for one in found]
-    ideal = measures.ideal(made, made.variant(name))
-    return (*middles, None if middles[0] is None else middles[0] / ideal)
-
-
-def test_speed_up_is_against_solo_with_one_thread_and_with_all_repeat_by_repeat() -> None:
-    rates = {
-        "solo, 1 thread": [100.0, 200.0],
-        "solo, 2 threads": [150.0, 300.0],
-        "allreduce on 2": [300.0, 300.0],  # 3 and 1.5 times one thread; 2 workers with a thread each
-    }
-    one, both = math.sqrt(3 * 1.5), math.sqrt(2 * 1)
-    assert speed_ups(found(rates), "allreduce on 2") == pytest.approx((one, both, one / 2))
-    assert speed_ups(found(rates), "solo, 2 threads") == pytest.approx((1.5, 1.0, 0.75))
-    assert speed_ups(found({"solo": [10.0], "allreduce on 4": [30.0]}), "allreduce on 4") == pytest.approx((3.0, 0.75))
+def test_a_speed_up_needs_all_repeats_of_both() -> None:
     for lacking in (
         {"solo": [10.0], "allreduce on 2": [None], "gossip on 2": [20.0]},
         {"solo": [10.0, 40.0], "allreduce on 2": [20.0, None]},  # twice the first repeat, and as fast as the mean
     ):
-        assert speed_ups(found(lacking, failures={"allreduce on 2": "it broke"}), "allreduce on 2") == (None, None)
+        made = found(lacking, failures={"allreduce on 2": "it broke"})
+        assert measures.speed_up(made, "allreduce on 2", "solo") is None
 
 
 def test_the_margin_of_a_metric_and_the_variant_of_solo_that_is_to_beat() -> None:
@@ -122,21 +102,6 @@ def trial(name: str, repeat: int = 0, **changes: object) -> Trial:
     return replace(Trial(variant=name, repeat=repeat, seed=repeat), **changes)  # type: ignore[arg-type]
 
 
-def test_a_course_pairs_the_validations_of_repeats() -> None:
-    def curve(*values: tuple[int, float, float]) -> tuple[Point, ...]:
-        return tuple(Point(rows=rows, seconds=seconds, metrics={"m": value}) for rows, seconds, value in values)
-
-    found = of_trials(
-        trial("a", 0, curve=curve((10, 1.0, 0.1), (20, 2.0, math.nan), (30, 3.0, 0.7))),
-        trial("a", 1, curve=curve((10, 3.0, 0.3), (20, 4.0, 0.4))),
-    )
-    course = measures.course(found, "a", lambda point: point.metrics["m"])
-    assert (course.rows, course.seconds) == ((10, 20), (pytest.approx(3**0.5), pytest.approx(8**0.5)))
-    assert course.values[0] == Mean(middle=pytest.approx(0.2), low=0.1, high=0.3)
-    assert course.values[1] == Mean(middle=0.4, low=0.4, high=0.4, missing=1)
-    assert measures.course(found, "a", lambda point: point.distance) is None
-
-
 def test_numbers_over_repeats() -> None:
     found = of_trials(trial("a", 0, bytes=1), trial("a", 1, bytes=3), trial("b", 0, target_seconds=1.0), trial("b", 1))
     assert measures.middles(found, "bytes") == {"a": 2, "b": 0}
@@ -157,18 +122,6 @@ def test_metrics_that_are_drawn_and_those_at_the_end() -> None:
     trials = tuple(replace(one, metrics=losses) for one in made.trials)
     judged = replace(made, trials=trials, metric="validation_loss")
     assert measures.final_metrics(judged) == ("validation_loss", "train_loss", "test_loss")
-
-
-def test_times_are_means_by_worker_and_shares_are_of_all() -> None:
-    def times(compute: float, wait: float) -> dict[str, float]:
-        return {"input": 0.0, "compute": compute, "exchange": 1.0, "wait": wait}
-
-    first, second = (times(1, 0), times(2, 1)), (times(3, 0), times(4, 1))
-    found = of_trials(trial("a", 0, timing=first), trial("a", 1, timing=second), trial("b", 0))
-    assert [worker["compute"] for worker in measures.times_of_workers(found, "a")] == [2, 3]
-    shares = {"input": 0, "compute": 5 / 8, "exchange": 2 / 8, "wait": 1 / 8}
-    assert measures.shares_of_time(found, "a") == pytest.approx(shares)
-    assert measures.shares_of_time(found, "b") == {}
 
 
 def test_drawn_are_solo_and_the_best_and_who_reached_the_target_first() -> None:

@@ -42,7 +42,7 @@ def test_the_estimated_distance_has_the_error_that_is_said() -> None:
     assert apart(own, own * (1 + 1e-9)) == pytest.approx(1e-9, rel=0.15)
 
 
-def test_equal_weights_have_equal_sketches_however_they_are_cut_and_no_random_number_is_drawn() -> None:
+def test_sketches_and_fingerprints_are_of_the_weights_alone() -> None:
     weights = [torch.randn(700, 500), torch.randn(3)]
     before = torch.get_rng_state()
     found = sketch(weights)
@@ -50,6 +50,14 @@ def test_equal_weights_have_equal_sketches_however_they_are_cut_and_no_random_nu
     assert found.distance(sketch([weight.clone() for weight in weights])) == 0
     assert found.norm == pytest.approx(math.sqrt(sum(float(w.double().square().sum()) for w in weights)))
     assert sketch([torch.zeros(4)]).distance(sketch([torch.zeros(4)])) is None
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+        weights = [torch.randn(30, 7).to(dtype), torch.randn(5).to(dtype)]
+        before = fingerprint(weights)
+        assert fingerprint([weights[0].t().contiguous().t(), weights[1]]) == before  # however it lies in memory
+        weights[1][3] *= 1.01
+        assert fingerprint(weights) != before, dtype
+        assert fingerprint(weights[::-1]) != fingerprint(weights), dtype
+    assert fingerprint([torch.tensor([math.nan])]) == fingerprint([torch.tensor([math.nan])])
 
 
 def test_what_is_told_is_taken_out_whole() -> None:
@@ -61,17 +69,6 @@ def test_what_is_told_is_taken_out_whole() -> None:
     assert torch.equal(back.buckets, one.buckets)
     assert back.norm == one.norm
     assert taken(metrics, "validation_") is None
-
-
-def test_a_fingerprint_is_of_the_bits() -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
-        weights = [torch.randn(30, 7).to(dtype), torch.randn(5).to(dtype)]
-        before = fingerprint(weights)
-        assert fingerprint([weights[0].t().contiguous().t(), weights[1]]) == before  # however it lies in memory
-        weights[1][3] *= 1.01
-        assert fingerprint(weights) != before, dtype
-        assert fingerprint(weights[::-1]) != fingerprint(weights), dtype
-    assert fingerprint([torch.tensor([math.nan])]) == fingerprint([torch.tensor([math.nan])])
 
 
 def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -128,7 +125,7 @@ def classes(rows: int, right: int) -> tuple[Tensor, Tensor]:
     return nn.functional.one_hot(output, 3).float() * 9, targets
 
 
-def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
+def test_metrics_and_classes_of_all_rows_in_their_order_the_same_each_time() -> None:
     data = classes(600, 450)
     final = evaluate_final(task(train_data=data), Fixed(), data, CPU)
     assert final.metrics["accuracy"] == pytest.approx(0.75)
@@ -138,9 +135,6 @@ def test_metrics_and_classes_of_all_rows_in_their_order() -> None:
     final = evaluate_final(task(train_data=data), model, data, CPU, rows=257)
     assert (model.rows, model.training) == (512, False)  # whole batches of 256, and no more
     assert final.metrics["accuracy"] == pytest.approx(0.5)
-
-
-def test_rows_are_the_same_each_time_and_classes_found_on_whichever_axis_they_are() -> None:
     data = DataLoader(TensorDataset(*classes(100, 50)), batch_size=10, shuffle=True)
     before = torch.get_rng_state()
     first, second = (evaluate_final(task(train_data=data), Fixed(), data, CPU, rows=30) for _ in range(2))

@@ -139,18 +139,6 @@ def test_notes_method_and_machine_have_their_numbers() -> None:
     assert report.machine(made) == [("host", "h"), ("gpus", "x, y"), ("versions", "a 1"), ("command", "run")]
 
 
-def test_names_are_set_apart_the_longest_first_and_break_behind_what_separates_their_parts() -> None:
-    made = comparison(("allreduce", "allreduce on 2"), (2,))
-    found = report.names_marked(made, "allreduce on 2 on 2 beats allreduce on 2 & <b>")
-    assert found == "<b>allreduce on 2 on 2</b> beats <b>allreduce on 2</b> &amp; &lt;b&gt;"
-    for name, broken in (
-        ("local-sgd:period=8,warm_up on <2>", "local-sgd:<wbr>period=8,<wbr>warm_<wbr>up on &lt;2&gt;"),
-        ("gossip on 16 (2)", 'gossip <span class="whole">on 16 (2)</span>'),
-        ("a\nb", "a\nb"),
-    ):
-        assert report.breakable(name) == broken
-
-
 def test_charts_have_a_question_a_sentence_and_a_figure(whole: Page) -> None:
     drawn = [chart for group in charts(comparison()) for chart in group]
     assert [chart.name for chart in drawn] == [

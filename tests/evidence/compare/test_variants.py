@@ -197,7 +197,7 @@ def test_trials_validate_on_the_rows_of_the_metric() -> None:
 START = torch.zeros(2)
 
 
-def test_about_so_many_points_a_trial() -> None:
+def test_about_so_many_points_a_trial_and_the_time_left() -> None:
     for fields, ticks, validations, expected in (
         ({}, 100, 20, 5),
         ({"epochs": 3}, 41, 20, 6),
@@ -212,9 +212,6 @@ def test_about_so_many_points_a_trial() -> None:
         ({"epochs": 3}, 41, 1, 123),
     ):
         assert validate_every(tiny(**fields), ticks, validations) == expected, (fields, ticks, validations)
-
-
-def test_the_time_left_is_told_from_the_trials_before() -> None:
     pace = TrialPace()
     pace.left = ["solo", "gossip on 2"] * 2
     assert pace.line("solo", "repeat 1 of 2") == "trial 1 of 4: solo, repeat 1 of 2"
@@ -230,10 +227,8 @@ def test_the_time_left_is_told_from_the_trials_before() -> None:
 def test_the_machine_says_what_it_is(tmp_path: Path) -> None:
     known = machine(Local(), "cpu")
     assert {"host", "cores", "versions", "command", "processor", "engine", "device", "when"} <= set(known)
-    assert known["processor"]
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some Chip: 3 GHz\nprocessor\t: 1\nmodel name\t: Some Chip\n")
-    assert processor(cpuinfo) == "Some Chip: 3 GHz"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some Chip: 3 GHz\nprocessor\t: 1\n")
+    assert processor(tmp_path / "cpuinfo") == "Some Chip: 3 GHz"
     assert processor(tmp_path / "nothing")
 
 
@@ -250,7 +245,7 @@ def finished(
     )
 
 
-def test_distance_and_cosine_by_hand() -> None:
+def test_distance_and_cosine_by_hand_of_every_trial() -> None:
     own, solo = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
     assert distance(own, solo) == pytest.approx(4 / 3)
     assert distance(solo, solo) == 0
@@ -260,9 +255,6 @@ def test_distance_and_cosine_by_hand() -> None:
     assert cosine(own, -own, START) == -1.0
     assert cosine(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0])) == pytest.approx(0.0)
     assert cosine(START, solo, START) is None
-
-
-def test_every_trial_is_set_beside_the_references() -> None:
     repeat = [
         finished("gossip on 2", [3.0, 4.0], 10, 20, output=(1, 5)),
         finished("solo", [3.0, 0.0], 10, 30),

@@ -144,20 +144,6 @@ def test_contestants_are_the_middle_of_their_repeats() -> None:
     assert list(run.compute_of_workers_s) == pytest.approx([0.6, 0.6])
 
 
-def test_with_a_target_the_speed_is_of_the_time_to_it_turned_over() -> None:
-    rates: dict[str, Numbers] = {ONE: [100.0] * 3, TWO: [100.0] * 3, "gossip on 2": [100.0] * 3, "agn on 2": [9.0] * 3}
-    seconds = {ONE: [1.0] * 3, TWO: [4.0] * 3, "gossip on 2": [0.5] * 3, "agn on 2": NEVER}
-    made = found(rates, {}, seconds, target=AIM)
-    seen = compared(made)
-    assert seen.speed_of == "time to test_accuracy ≥ 0.97"
-    assert seen.reference == ONE  # it is surely faster than with two, so it is the one to beat
-    speeds = {one.name: one.speed for one in seen.contestants}
-    own = speeds["gossip on 2"]
-    assert (own.middle, own.low, own.high) == pytest.approx((2, 2, 2))
-    assert (own.outcome, speeds["agn on 2"]) == ("better", None)
-    assert (made.decision, made.best) == ("distribute", "gossip on 2")
-
-
 def test_the_best_that_waits_for_files_is_told_what_would_help() -> None:
     made = of({"gossip": 150})
     times = ({"input": 0.6, "compute": 0.4, "exchange": 0.0, "wait": 0.0},) * 2

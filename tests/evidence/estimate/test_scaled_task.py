@@ -55,7 +55,7 @@ def test_every_workers_every_step_takes_as_long_and_sends_as_much(spec: str) -> 
 @pytest.mark.parametrize(
     ("spec", "workers", "network"),
     [
-        ("allreduce", 5, "latency=1ms,bandwidth=1Gbit,duplex=shared"),
+        pytest.param("allreduce", 5, "latency=1ms,bandwidth=1Gbit,duplex=shared", marks=pytest.mark.slow),
         ("allreduce", 3, HOSTS),
         pytest.param("allreduce:overlap=true", 3, HOSTS, marks=pytest.mark.slow),
     ],

@@ -60,7 +60,7 @@ def test_a_block_is_a_whole_round_or_a_short_epoch() -> None:
     assert feed(SteadyObserver(512, 100), [0.1] * 99, workers=512) == WARM + 8  # long epochs are not looked at
 
 
-def test_it_goes_on_while_the_mean_is_not_known() -> None:
+def test_it_goes_on_while_the_mean_is_not_known_or_as_long_as_it_is_told() -> None:
     observer = SteadyObserver(512, None)
     lengths = [0.1 if number % 2 else 0.3 for number in range(200)]
     taken = feed(observer, lengths, workers=512)
@@ -68,9 +68,6 @@ def test_it_goes_on_while_the_mean_is_not_known() -> None:
     assert WARM + 8 < taken < 200
     assert taken == observer.steps == 128  # the most that is simulated of 512 workers: 50 % would take 625 of these
     assert found.spread == pytest.approx(0.5 / (124 - 1) ** 0.5, rel=1e-6)
-
-
-def test_the_requested_number_of_steps_is_measured_and_one_exchange_is_not_enough() -> None:
     observer = SteadyObserver(2, None, steps=20)
     assert feed(observer, [0.1] * 300) == WARM + 20
     assert observer.measured().steps == 20

@@ -121,7 +121,6 @@ class StopAt(Callback):
     ("strategy", "options"),
     [
         ("dynsgd:window=4", {"checkpoint_every": 6, "max_steps": 18}),
-        ("agn", {"validate_every": 9, "validation_data": plain.rows(20, seed=3), "max_steps": 18}),
         ("dynsgd:window=4", {"callbacks": [StopAt()], "train_data": plain.rows(3000)}),
     ],
 )
