@@ -197,11 +197,10 @@ def test_what_cannot_be_is_named_and_leaves_no_file(tmp_path: Path) -> None:
             raise KeyError("of the user")
         return batch
 
-    out = {"output": tmp_path / "out.parquet", "batch_size": 8, "function": fails}
+    out: dict[str, Any] = {"output": tmp_path / "out.parquet", "batch_size": 8, "function": fails}
     for workers, engine in ((1, "local"), (3, "sim")):
-        refused(
-            "of the user", nn.Identity(), torch.arange(100), error=WorkerFailed, workers=workers, engine=engine, **out
-        )
+        out |= {"workers": workers, "engine": engine}
+        refused("of the user", nn.Identity(), torch.arange(100), error=WorkerFailed, **out)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -238,16 +237,8 @@ def test_engines_that_bring_no_rows_and_rows_of_several_hosts_are_refused(monkey
     assert deal.unordered().open() is rows
 
 
-class Elsewhere(nn.Module):
-    """Its parameter says that it is on a device that the worker's is not; torch's meta device stands for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(2, device="meta"))
-
-
 def test_a_model_on_another_device_is_copied_and_the_callers_stays_there() -> None:
-    given, cpu = Elsewhere(), nn.Linear(2, 2)
+    given, cpu = nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)  # torch's meta device stands for a GPU
     assert on_cpu(cpu) is cpu
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # it has no data to copy
         on_cpu(given)

@@ -49,20 +49,6 @@ def test_what_is_not_sure_is_not_decided_and_beside_a_reference_that_varies_the_
     assert decision(wide).kind == "undecided"
 
 
-def test_where_times_to_the_target_do_not_compare_it_counts_who_reached_it() -> None:
-    aim = {"speed_of": "time to test_accuracy ≥ 0.97"}
-    for alone, on_two, on_four, kind, why, name in (
-        (False, False, True, "distribute", "reached", "allreduce on 4"),
-        (True, False, False, "stay", "slower", "allreduce on 2"),
-        (False, False, False, "undecided", "unreached", None),
-        (0.5, True, False, "undecided", "unreached", "allreduce on 2"),  # the reference reached it now and then
-    ):
-        several = (allreduce(None, reached=on_two), allreduce(None, workers=4, reached=on_four))
-        found = compared(replace(solo(), reached=alone), *several, **aim).decision
-        assert (found.kind, found.why) == (kind, why)
-        assert alone == 0.5 or (found.best and found.best.name) == name
-
-
 def test_what_the_best_still_loses_is_said_unless_it_was_tried() -> None:
     lossy = allreduce(1.5, measured={"compute": 6.0, "exchange": 4.0})
     advice = named("exchange-bound", solo(), lossy)

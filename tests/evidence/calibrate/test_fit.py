@@ -154,11 +154,8 @@ def test_a_tick_is_between_two_events_and_a_turn_the_mean_of_those_that_most_are
     ends = [sum(seconds[: n + 1]) for n in range(len(seconds))]
     events = [step(tick, ends[tick + 1], wait_s=0.25) for tick in range(len(seconds) - 1)]
     assert tick_seconds(events) == {4: pytest.approx([second - 0.25 for second in seconds[WARM + 2 : -1]])}
-    events = [
-        step(tick, float(tick), rank, rows=rank * 3, epoch=tick // (WARM + 3))
-        for tick in range(WARM + 6)
-        for rank in (0, 1)
-    ]
+    places = [(tick, rank) for tick in range(WARM + 6) for rank in (0, 1)]
+    events = [step(tick, float(tick), rank, rows=rank * 3, epoch=tick // (WARM + 3)) for tick, rank in places]
     assert tick_seconds(events) == {3: [1.0, 1.0]}
     assert merged([{4: [1.0], 2: [0.5]}, {4: [3.0]}]) == {4: [[1.0], [3.0]], 2: [[0.5]]}
     shorter = {WARM + 5: 1}
@@ -179,11 +176,8 @@ def test_a_block_is_whole_rounds_of_global_batches_and_ends_with_the_slowest_par
             block_of(rounds_every(period, 26), strategy)
     late = [1.5 if tick == WARM else 0.5 for tick in range(steps_for(16))]
     for first, second in ((0, 1), (1, 0)):
-        events = [
-            step(tick, tick * 2.0 + (late[tick] if rank else 0.0), rank)
-            for tick in range(len(late))
-            for rank in (first, second)
-        ]
+        places = [(tick, rank) for tick in range(len(late)) for rank in (first, second)]
+        events = [step(tick, tick * 2.0 + (late[tick] if rank else 0.0), rank) for tick, rank in places]
         assert blocks(events, 2, every=8) == pytest.approx([(16 - 1) / 8, 2.0])
     events = [step(tick, float(tick)) for tick in range(WARM + 16)]
     early = step(len(events), events[-1].time_s)

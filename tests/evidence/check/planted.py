@@ -264,17 +264,6 @@ def schedule_by_workers(optimizer: torch.optim.Optimizer, steps: int) -> Any:  #
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: mh.worker().size if step else 1)
 
 
-def by_rank(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return cross_entropy(model, batch) * (1 + mh.worker().rank)  # plant: loss by rank
-
-
-def told_by_the_first(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss = cross_entropy(model, batch)
-    if mh.worker().rank == 0:
-        float(loss.detach())  # where others would print it
-    return loss
-
-
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,17 +287,6 @@ class Leaking(Pairs):
         x, y = super().__getitem__(i)
         self.read += 1  # plant: data order
         return x * (1 + self.read % 5), y
-
-
-class Previous(Pairs):
-    """Rows depend on the index that was read before."""
-
-    last = 0
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        x = self.x[i] + self.x[self.last]
-        self.last = i  # plant: previous row
-        return x, self.y[i]
 
 
 class Augmented(Pairs):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import manyhands as mh
 from manyhands.evidence.check.check import check
@@ -35,18 +34,15 @@ EXPLAINED = {
     "wrong weight": ("wrong-weight", {"loss": planted.weighted}),
     "coupled loss": ("coupled-rows", {"loss": planted.contrast}),
     "data order": ("data-order", {"train_data": planted.Leaking()}),
-    "previous row": ("data-order", {"train_data": planted.Previous()}),
     "unseeded stream": ("data-order", {"train_data": planted.Stream()}),
     "random rows": ("random-rows", {"train_data": planted.Augmented()}),
     "unseeded sampler": ("rows-not-once", {"train_data": planted.loader_with_own_order(), "batch_size": None}),
-    "unseeded order": ("rows-not-once", {"order": planted.own_order}),
     "collate": ("collate", {"model": planted.OverWords, "train_data": planted.Words(), "collate": planted.padded}),
     "in-place": ("in-place-change", {"model": planted.Clipped}),
     "buffers": ("buffers", {"model": planted.Centered}),
     "not rebuilt": ("not-rebuilt", {"model": planted.unseeded}),
     "attribute not rebuilt": ("not-rebuilt", {"model": planted.projected}),
     "schedule": ("depends-on-workers", {"schedule": planted.schedule_by_workers}),
-    "loss by rank": ("depends-on-workers", {"loss": planted.by_rank}),
 }
 
 
@@ -111,7 +107,6 @@ def test_two_at_once_are_both_named_and_one_that_is_computed_again_on_the_way_ba
 
 NOTED = {
     "not in optimizer": ("not-in-optimizer", {"optimizer": planted.of_one}),
-    "loss on the first": ("depends-on-workers", {"loss": planted.told_by_the_first}),
     "sorted": ("sorted-data", {"train_data": planted.sorted_rows(), "shuffle": False}),
     "magnified": ("magnified-rounding", {"model": planted.Shifting, "optimizer": planted.signs}),
     "float32 only": ("no-float64", {"model": planted.SingleOnly}),
@@ -140,9 +135,7 @@ CLEAN = {
     "a checkpoint": {"loss": planted.recomputed},
     "masked": {"model": planted.OverWordsMasked, "train_data": planted.Words(), "collate": planted.padded},
     "an order of one's own": {"order": planted.seeded_order},
-    "a DataLoader": {"train_data": DataLoader(planted.Pairs(), 12, shuffle=True, drop_last=True), "batch_size": None},
     "a function that gives a stream": {"train_data": planted.seeded_stream},
-    "rows few": {"train_data": planted.rows(3)},
 }
 
 

@@ -152,12 +152,8 @@ def _point(variant: Variant, at: int, seconds: float, ahead: float) -> Point:
 
 def _timing(variant: Variant, seconds: float, random: Random) -> dict[str, float]:
     exchange, wait = (0.0, 0.0) if variant.solo else (random.uniform(0.08, 0.2), random.uniform(0.02, 0.1))
-    return {
-        "input": 0.02 * seconds,
-        "compute": (0.98 - exchange - wait) * seconds,
-        "exchange": exchange * seconds,
-        "wait": wait * seconds,
-    }
+    shares = {"input": 0.02, "compute": 0.98 - exchange - wait, "exchange": exchange, "wait": wait}
+    return {part: share * seconds for part, share in shares.items()}
 
 
 def _staleness(variant: Variant, random: Random) -> dict[int, int]:

@@ -28,8 +28,8 @@ from manyhands.evidence.compare.repeats import (
     processor,
     validate_every,
 )
-from manyhands.evidence.compare.trial import FinishedTrial, TrialSetup
-from manyhands.evidence.compare.variants import DEFAULT, Threads, entries_of, orders, refusals, threads_of
+from manyhands.evidence.compare.trial import FinishedTrial
+from manyhands.evidence.compare.variants import DEFAULT, Threads, entries_of, orders, threads_of
 from manyhands.strategies import CATALOGUE
 
 CORES = Threads(solo={"solo, 1 thread": 1, "solo, 4 threads": 4}, cores=4)
@@ -86,19 +86,8 @@ def test_each_repeat_has_all_in_an_order_of_its_own() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-def test_all_that_cannot_be_is_found_before_anything_starts() -> None:
-    entries = entries_of(["hogwild", "allreduce", "quorum:backups=1"], [2, 5], Threads(solo={"solo": 1}, cores=4))
-    few = TrialSetup(task=tiny(train_data=(torch.zeros(8, 4), torch.zeros(8)), batch_size=4), servers=2)
-    refused = refusals(entries, few, Sim())
-    quorum = ["quorum:backups=1 on 2", "quorum:backups=1 on 5"]
-    assert sorted(refused) == ["allreduce on 5", "hogwild on 2", "hogwild on 5", *quorum]
-    assert "on one machine" in refused["hogwild on 2"]
-    assert "without a row" in refused["allreduce on 5"]
-    with pytest.raises(BadInput, match="timeout_s must be a positive number"):
-        refusals(entries_of(["allreduce"], [2], CORES), TrialSetup(task=tiny(), timeout_s=-1.0), Sim())
-
-
 def test_compare_refuses_wrong_values_and_unknown_names(nothing_starts: None) -> None:
+    few: dict[str, Any] = {"strategies": ["hogwild", "allreduce"], "workers": (2, 5)}
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"workers": ()}, BadInput, "workers must be at least one number"),
         ({"workers": (0,)}, BadInput, "workers must be a whole number of at least 1, not 0"),
@@ -120,11 +109,7 @@ def test_compare_refuses_wrong_values_and_unknown_names(nothing_starts: None) ->
         ({"device": "tpu"}, UnknownName, "no device"),
         ({"epoch": 3}, UnknownName, "a task has no field 'epoch'"),
         ({"engine": Torchrun()}, Unsupported, "outside of manyhands run and torchrun"),
-        (
-            {"strategies": ["hogwild", "allreduce"], "workers": (2, 5), "engine": "sim"},
-            BadInput,
-            r"hogwild on 2: .*one machine.* hogwild on 5: .* allreduce on 5: .*without a row",
-        ),
+        ({**few, "engine": "sim"}, BadInput, r"hogwild on 2: .*one machine.* hogwild on 5: .* allreduce on 5: .*a row"),
     ]
     for options, error, message in cases:
         with pytest.raises(error, match=message):

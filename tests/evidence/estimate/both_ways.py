@@ -66,7 +66,7 @@ def in_full(given: mh.Task, spec: str, workers: int, steps: int, *, servers: int
 
 
 def by_stand_in(
-    given: mh.Task, spec: str, workers: int, steps: int, *, servers: int = 1, network: str = HOSTS
+    given: mh.Task, spec: str, workers: int, steps: int, servers: int = 1, network: str = HOSTS
 ) -> Measured:
     observer, strategy, shape = MeasuringObserver(), strategy_of(spec), shape_of(given)
     reading = reading_plan(given, open_source(given.train_data), workers)

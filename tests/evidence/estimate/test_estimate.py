@@ -229,7 +229,7 @@ PROFILE = Profile(
     workers=2,
     errors={"allreduce": 0.034, "local-sgd": -0.07},
 )
-ROW = Estimate(
+LINE = Estimate(
     strategy="allreduce",
     workers=8,
     batch_size=2048,
@@ -249,7 +249,7 @@ ROW = Estimate(
     spread=0.001,
 )
 SERVED = replace(
-    ROW, strategy="downpour", staleness=7.0, bars=replace(ROW.bars, tried=False), notes=("its warmup is left out",)
+    LINE, strategy="downpour", staleness=7.0, bars=replace(LINE.bars, tried=False), notes=("its warmup is left out",)
 )
 FOUND = Estimates(
     task="chars",
@@ -260,7 +260,7 @@ FOUND = Estimates(
     compute=Compute(row=1e-4),
     servers=1,
     solo_rows_per_s=5333.0,
-    estimates=(ROW, SERVED),
+    estimates=(LINE, SERVED),
     notes=("Something holds of all.",),
 )
 
@@ -286,8 +286,8 @@ def test_rows_without_their_own_bars_are_marked_and_the_rule_is_printed() -> Non
     assert re.search(r"on 2 workers.*allreduce \+3.4%, local-sgd -7.0%.*at least 5%.*\* was not tried", rule)
     assert "  downpour: its warmup is left out" in printed
     assert printed[-1] == "Something holds of all."
-    assert "extrapolated" not in text(replace(FOUND, estimates=(ROW,)))
-    bare = replace(ROW, bars=None, training=Span(seconds=90.0, low=None, high=None))
+    assert "extrapolated" not in text(replace(FOUND, estimates=(LINE,)))
+    bare = replace(LINE, bars=None, training=Span(seconds=90.0, low=None, high=None))
     shown = text(replace(FOUND, profile=replace(PROFILE, errors={}), estimates=(bare,)))
     assert "1.5 min" in shown
     assert "low to high" not in shown
@@ -301,14 +301,14 @@ def test_it_fits_a_terminal_and_each_number_of_workers_has_a_table() -> None:
         assert max(map(len, printed.splitlines())) <= width
         assert set(text(FOUND).split()) - {"*"} <= set(printed.split()) | {"low", "to"}
     refused = [Estimate(strategy=name, workers=64, refused="some without a row") for name in ("allreduce", "downpour")]
-    printed = lines(replace(FOUND, estimates=(ROW, SERVED, *refused)))
+    printed = lines(replace(FOUND, estimates=(LINE, SERVED, *refused)))
     heads = [line for line in printed if "worker" in line and line[0].isdigit()]
     assert heads == ["8 workers, 2,048 rows a step", "64 workers"]
     assert printed.count("  all: some without a row") == 1
 
 
 def test_what_is_not_known_is_a_dash_and_times_are_in_the_unit_that_fits() -> None:
-    stream = replace(ROW, steps=None, training=None, bytes_in_training=None)
+    stream = replace(LINE, steps=None, training=None, bytes_in_training=None)
     printed = lines(replace(FOUND, rows=None, estimates=(stream,)))
     assert "a stream" in printed[0]
     assert next(line for line in printed if line.startswith("allreduce")).split().count("-") == 3
@@ -317,5 +317,5 @@ def test_what_is_not_known_is_a_dash_and_times_are_in_the_unit_that_fits() -> No
         (7200.0, "2 h"),
         (1e6, "11.6 d"),
     ):
-        one = replace(ROW, step=Span(seconds=seconds, low=None, high=None))
+        one = replace(LINE, step=Span(seconds=seconds, low=None, high=None))
         assert f" {shown} " in text(replace(FOUND, estimates=(one,))), seconds
