@@ -1,16 +1,20 @@
-"""The tasks chars and digits: their data is what they say, and they learn it."""
+"""Tasks by name, loaded when they are asked for; chars and digits: their data is what they say, and they learn it."""
 
 import hashlib
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from manyhands import spec, tasks
 from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
 from manyhands.errors import BadInput, UnknownName
+from manyhands.task import Task
 from manyhands.tasks import digits_task
 from manyhands.tasks.chars_task import ALPHABET, CONTEXT, CharsNet, chars, split, texts, warmup_then_cosine, windows
 from manyhands.tasks.digits_task import DigitsNet, digits, load, smoothed_cross_entropy
@@ -132,3 +136,40 @@ def test_it_reads_97_percent_of_the_test_scans():
             schedule.step()
     accuracy, _ = task.metrics(model, task.test_data)["accuracy"]
     assert float(accuracy) >= 0.97
+
+
+FILES = {
+    "linear": "1 1:1\n0 2:1\n",
+    "fm": "1 1:1\n0 2:1\n",
+    "ffm": "1 0:1:1\n0 0:2:1\n",
+    "factors": "users,items,ratings\n0,0,1\n",
+    "glove": "word " * 9,
+    "kmeans": "x,y\n1,2\n3,4\n",
+    "cuts": "nodes,others,weights\n0,1,1\n1,2,1\n",
+    "word2vec": "word " * 9,
+}
+"""What tasks that need a path read."""
+
+
+def test_each_name_makes_a_task_of_that_name_with_options_from_text(tmp_path):
+    (tmp_path / "known.csv").write_text("nodes,classes\n0,0\n2,1\n")
+    needed = {"kmeans": {"clusters": "1"}, "cuts": {"known_path": str(tmp_path / "known.csv")}}
+    for name in tasks.CATALOGUE:
+        options = {"batch_size": "32", "epochs": "5", **needed.get(name, {})}
+        if name in FILES:
+            (tmp_path / f"{name}.csv").write_text(FILES[name])
+            options["path"] = str(tmp_path / f"{name}.csv")
+        maker = spec.find(name, tasks.CATALOGUE, "task")
+        task = spec.make(maker, options, f"task {name}")
+        assert isinstance(task, Task)
+        assert (task.name, task.batch_size, task.epochs) == (name, 32, 5)
+        assert getattr(tasks, name) is maker
+        assert getattr(tasks, name) is maker  # a second time: no submodule has taken its place
+        assert tasks.SUMMARIES[name]
+
+
+def test_an_unknown_task_is_named_and_listing_tasks_loads_no_torch():
+    with pytest.raises(AttributeError, match="digits, chars"):
+        _ = tasks.mnist
+    code = "import sys; from manyhands import tasks; assert set(tasks.CATALOGUE) <= set(dir(tasks)); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
