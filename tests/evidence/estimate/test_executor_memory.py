@@ -17,12 +17,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.data.spool import SpoolColumn
 from manyhands.errors import BadInput
 from manyhands.evidence.estimate import executor_memory as module
-from manyhands.evidence.estimate.executor_memory import (
-    ExecutorMemory,
-    MeasuredWorker,
-    executor_memory,
-    parts_of,
-)
+from manyhands.evidence.estimate.executor_memory import ExecutorMemory, MeasuredWorker, executor_memory, parts_of
 from manyhands.evidence.estimate.table import memory_text
 from manyhands.replica.flat_vector import FlatVector, nbytes, tensors_in
 from manyhands.strategies import strategy_of
