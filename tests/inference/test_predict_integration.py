@@ -51,6 +51,9 @@ def test_rows_and_metrics_of_many_workers_are_those_of_a_plain_loop(local: Local
     options: dict[str, Any] = {"task": plain.task(epochs=1), "engine": local, "batch_size": BATCH}
     one, two = (mh.evaluate(model(), plain.rows(ROWS), workers=workers, **options) for workers in (1, 2))
     assert two == pytest.approx(one, rel=1e-12)
+
+
+def test_inside_of_a_launch_the_workers_that_are_there_compute(local: Local) -> None:
     found = mh.launch(lambda: mh.predict(model(), X, batch_size=BATCH), workers=2, engine=local)
     assert all(torch.allclose(rows, plain_outputs(X), rtol=1e-13) for rows in found)
 
