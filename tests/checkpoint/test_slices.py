@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ def train(folder: Path, workers: int, **options: Any) -> mh.Run:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """{file: {tensor: bytes}} of all that was read one by one."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """(file, tensor, bytes) of all that was read one by one, in order."""
+    found: list[tuple[str, str, int]] = []
     init, get = SavedTensors.__init__, SavedTensors.__getitem__
 
     def opened(self: Any, path: Any) -> None:
@@ -54,7 +54,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
     def taken(self: Any, name: str) -> torch.Tensor:
         before = self.bytes_read
         tensor = get(self, name)
-        found[self.file][name] += self.bytes_read - before
+        found.append((self.file, name, self.bytes_read - before))
         return tensor
 
     monkeypatch.setattr(SavedTensors, "__init__", opened)
@@ -73,36 +73,28 @@ def counted(folder: Path) -> list[bool]:
 
 
 def test_of_equal_replicas_one_counts_and_the_others_are_not_read(
-    tmp_path: Path, read: dict[str, dict[str, int]]
+    tmp_path: Path, read: list[tuple[str, str, int]]
 ) -> None:
     train(tmp_path, 4)
     assert counted(tmp_path) == [True, False, False, False]
     resumed = train(tmp_path, 2, epochs=2, resume=True)
     assert resumed.rows["total"] == 96
-    first, *others = sorted(read)
+    assert {file for file, name, _ in read if name.startswith(("parameters/", "optimizer/"))} == {min(read)[0]}
     whole = sum(p.nbytes for p in model().parameters())
-    assert sum(n for name, n in read[first].items() if name.startswith("parameters/")) == 2 * whole, "by each of two"
-    assert not [name for file in others for name in read[file] if name.startswith(("parameters/", "optimizer/"))]
+    assert sum(n for _, name, n in read if name.startswith("parameters/")) == 2 * whole, "by each of two"
 
 
-def test_replicas_that_differ_all_count_and_their_mean_goes_on(tmp_path: Path, read: dict[str, dict[str, int]]) -> None:
+def test_replicas_that_differ_all_count_and_are_read_one_tensor_at_a_time(
+    tmp_path: Path, read: list[tuple[str, str, int]]
+) -> None:
+    """The next one is asked for when the mean of the one before, over all ranks, is made."""
     train(tmp_path, 4, strategy="gossip")
     assert counted(tmp_path) == [True] * 4
-    train(tmp_path, 2, strategy="gossip", epochs=2, resume=True)
-    whole = sum(p.nbytes for p in model().parameters())
-    for file in read:
-        assert sum(n for name, n in read[file].items() if name.startswith("parameters/")) == 2 * whole
-
-
-def test_it_is_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the parameters of all ranks: the next is asked for when the mean of the one before is made."""
-    train(tmp_path, 3, strategy="gossip")
-    asked: list[str] = []
-    get = SavedTensors.__getitem__
-    monkeypatch.setattr(SavedTensors, "__getitem__", lambda self, name: (asked.append(name), get(self, name))[1])
     train(tmp_path, 1, strategy="gossip", epochs=2, resume=True)
-    names = [name for name in asked if name.startswith("parameters/")]
-    assert names == [name for name in dict.fromkeys(names) for _ in range(3)]
+    names = [name for _, name, _ in read if name.startswith("parameters/")]
+    assert names == [name for name in dict.fromkeys(names) for _ in range(4)]
+    whole = sum(p.nbytes for p in model().parameters())
+    assert sum(n for _, name, n in read if name.startswith("parameters/")) == 4 * whole
 
 
 def test_a_resume_with_another_number_is_what_it_was(tmp_path: Path) -> None:
@@ -149,23 +141,16 @@ def saved(tmp_path: Path) -> Checkpoint:
 
 
 def test_it_reads_what_it_holds_once_and_parses_each_file_once(
-    saved: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    saved: Checkpoint, read: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytorch#149640, torchtitan#811: only what overlaps is read, of whichever workers wrote it."""
-    parsed, read = Counter[int](), Counter[str]()
-    values, get = Checkpoint.values, SavedTensors.__getitem__
+    parsed, values = Counter[int](), Checkpoint.values
 
     def counted_values(self: Checkpoint, rank: int) -> dict[str, Any]:
         parsed[rank] += 1
         return values(self, rank)
 
-    def counted_get(self: SavedTensors, name: str) -> Tensor:
-        tensor = get(self, name)
-        read[name] += tensor.nbytes
-        return tensor
-
     monkeypatch.setattr(Checkpoint, "values", counted_values)
-    monkeypatch.setattr(SavedTensors, "__getitem__", counted_get)
     snapshot = ByReplica(saved, {"b", "tied"})
     assert snapshot.ranks == 2
     for replica in range(2):
@@ -181,8 +166,7 @@ def test_it_reads_what_it_holds_once_and_parses_each_file_once(
         for name in ("b", "tied"):
             assert torch.equal(tensors[f"parameters/{name}"], value(name, replica))
             assert torch.equal(tensors[f"optimizer/exp_avg/{name}"], -value(name, replica))
-        assert sum(read.values()) == 4 * SIZE * 4
-        read.clear()
+        assert sum(n for *_, n in read) == 4 * SIZE * 4
         assert tensors["buffers/count"].tolist() == [1.0] * 3  # of the stage that writes it
         assert tensors["buffers/mask"].tolist() == [0.0] * 3
         read.clear()

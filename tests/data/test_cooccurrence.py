@@ -99,7 +99,7 @@ def test_pairs_come_in_rounds_of_cells() -> None:
     assert lengths.min() > 0.85 * lengths.mean(), "of a cell, each round has an eighth"
     for inside in np.split((found.rows & 2047).astype(float), changes):
         assert abs(np.corrcoef(inside, np.arange(len(inside)))[0, 1]) < 0.05, "and pairs in a cell come as if at random"
-    both = count_cooccurrences(corpus_of(random.integers(8000, size=100_000)))
+    both = count_cooccurrences(corpus_of(random.integers(8000, size=20_000)))
     low, high = np.minimum(both.rows, both.columns) >> 11, np.maximum(both.rows, both.columns) >> 11
     assert np.count_nonzero(np.diff(low * 4 + high)) == 8 * 10 - 1, "a cell and its mirror image come together"
 

@@ -89,7 +89,8 @@ def test_another_frameworks_cluster_beside_a_parameter_server(spark: Any) -> Non
     assert sorted(n for value in found["worker"] for n in value[2]) == sorted([*range(33)] * 2)
 
 
-def test_a_kernel_trains_as_on_engine_local() -> None:
+@pytest.mark.nightly  # a launch as any other
+def test_a_kernel_trains_as_simulated_workers_do() -> None:
     from manyhands.kernels.factors import Factors  # loads numba
 
     random = np.random.default_rng(0)
@@ -97,15 +98,15 @@ def test_a_kernel_trains_as_on_engine_local() -> None:
     data: dict[str, Any] = {"users": users, "items": items, "ratings": random.normal(size=2000) + users % 3}
     given: dict[str, Any] = {"kernel": Factors(users=50, items=40, rank=4), "rate": 0.1, "train_data": data}
     task = mh.Task(**given, batch_size=200, epochs=2)
-    run = mh.train(task, engine="spark", strategy="rotate:blocks=4", workers=2)
+    run, same = (mh.train(task, engine=one, strategy="rotate:blocks=4", workers=2) for one in ("spark", "sim"))
     assert run.rows["total"] == 4000
-    expected = mh.train(task, engine="local", strategy="rotate:blocks=4", workers=1).model.tables()
-    assert all(np.array_equal(table, expected[name]) for name, table in run.model.tables().items())
+    assert all(np.array_equal(table, same.model.tables()[name]) for name, table in run.model.tables().items())
 
 
-def test_stages_train_as_on_engine_local() -> None:
+@pytest.mark.nightly
+def test_stages_train_as_simulated_ones_do() -> None:
     fields: dict[str, Any] = {"workers": 4, "model_parallel": "stages=2", "max_steps": 10}
-    found, expected = (mh.train("digits", engine=engine, **fields) for engine in ("spark", "local"))
+    found, expected = (mh.train("digits", engine=engine, **fields) for engine in ("spark", "sim"))
     assert len(found.info["stages"]) == 2
     torch.testing.assert_close(found.parameters, expected.parameters, rtol=0, atol=1e-6)
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-5)

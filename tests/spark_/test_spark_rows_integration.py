@@ -133,7 +133,7 @@ def test_executors_read_the_files_themselves_and_learn_what_local_workers_do(spa
     }
     given = mh.spark.frame(spark.read.parquet(str(folder)), features=["a", "b"], label="y", input="files")
     ours = mh.train(train_data=given, engine=Spark(), **options)
-    theirs = mh.train(train_data=local, engine="local", **options)
+    theirs = mh.train(train_data=local, engine="sim", **options)
     assert ours.rows["total"] == theirs.rows["total"] == 2 * 445
     assert torch.equal(ours.parameters, theirs.parameters)
 

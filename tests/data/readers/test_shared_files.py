@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manyhands.data.readers.shared_files import count, dealt, find, read, together, types_of
+from manyhands.data.readers.shared_files import count, find, read, together, types_of
 from manyhands.data.shards import find as find_module
 from manyhands.data.shards.formats import base
 from refusals import refused
@@ -71,14 +71,6 @@ def test_every_row_is_read_once_in_even_parts(memory: str, suffix: str) -> None:
             rows = [row for part in found for row in part]
             assert rows == [(i, [float(i), -float(i)]) for i in range(sum(sizes))], (sizes, parts)  # in their order
             assert max(map(len, found)) - min(map(len, found)) <= 1, (sizes, parts)
-
-
-def test_parts_are_dealt_by_rows() -> None:
-    assert dealt([4, 0, 3, 5], 0, 3) == [(0, 0, 4)]
-    assert dealt([4, 0, 3, 5], 1, 3) == [(2, 0, 3), (3, 0, 1)]
-    assert dealt([4, 0, 3, 5], 2, 3) == [(3, 1, 5)]
-    assert dealt([1], 0, 2) == []
-    assert dealt([], 0, 2) == []
 
 
 def test_files_are_counted_once_by_all_readers_together(memory: str) -> None:

@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
     paths = write(tmp_path, "parquet", [9])
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-        words = "cache folder .* cannot be written to .*: name another one with cache_folder="
+        words = "cache folder .* cannot be written to .*: name another one with cache_folder= .*MANYHANDS_CACHE"
         refused(words, open_source, shards(paths, cache="1MB", cache_folder=folder))
         refused("cannot be written to", open_source, shards(paths, shuffle=True, cache_folder=folder))
     monkeypatch.setenv("MANYHANDS_CACHE", "/proc/none")  # there no index is kept

@@ -99,11 +99,11 @@ def test_ranges_and_streams(tmp_path: Path, store: str) -> None:
 
 
 def test_each_read_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
-    for change in ("grown", "cut", "replaced", "written again", "deleted"):
+    for change, (happens, _) in CHANGES.items():
         (tmp_path / "a").write_bytes(bytes(100))
         file = StoredFile(str(tmp_path / "a"))
         assert file.read(0, 10) == bytes(10)
-        CHANGES[change](tmp_path / "a")
+        happens(tmp_path / "a")
         refused("a (changed while it was read|does not exist)", file.read, 10, 20, case=change)
 
 
@@ -176,24 +176,18 @@ def collect(slices: Iterator[Any], seen: list[int]) -> None:
         seen += numbers(part.batch)
 
 
-CHANGES = {
-    "grown": lambda path: os.truncate(path, path.stat().st_size + 4),
-    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied": lambda path: os.truncate(path, 0),
-    "replaced": lambda path: (
-        path.with_suffix(".new").write_bytes(path.read_bytes()),
-        path.with_suffix(".new").rename(path),
-    ),
-    "written again": lambda path: os.utime(path, ns=(1, 1)),
-    "deleted": lambda path: path.unlink(),
-}
+def replace(path: Path) -> None:
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").rename(path)
 
 
-SAID = {
-    "grown": "bytes now, and had",
-    "cut": "bytes now, and had",
-    "emptied": "0 bytes now",
-    "deleted": "does not exist",
+CHANGES: dict[str, tuple[Any, str]] = {  # what happens, and what is said of it
+    "grown": (lambda path: os.truncate(path, path.stat().st_size + 4), "bytes now, and had"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size // 2), "bytes now, and had"),
+    "emptied": (lambda path: os.truncate(path, 0), "0 bytes now"),
+    "replaced": (replace, "it was written again"),
+    "written again": (lambda path: os.utime(path, ns=(1, 1)), "it was written again"),
+    "deleted": (Path.unlink, "does not exist"),
 }
 
 
@@ -205,17 +199,17 @@ def test_a_file_that_changes_between_two_batches(tmp_path: Path, suffix: str, mo
     small_blocks(monkeypatch)
     monkeypatch.setattr("manyhands.data.shards.source.GROUP_ROWS", 8)
     path, data = tmp_path / f"a.{suffix}", BYTES_OF[suffix](range(60))
-    for number, change in enumerate(CHANGES):
+    for number, (change, (happens, said)) in enumerate(CHANGES.items()):
         path.write_bytes(data)
         source = open_source(shards(path, shuffle="blocks:2" if number % 2 else False))
         slices = Feed(source, batch_size=8, threads=False).epoch(0)
         seen = [row for part in islice(slices, 3) for row in numbers(part.batch)]
-        CHANGES[change](path)
+        happens(path)
         words = rf"a\.{suffix} (changed while it was read \(|does not exist on )"
         error = refused(words, collect, slices, seen, case=change)
         assert error.exit_code == 2
         assert len(seen) == len(set(seen)) < 60, change
-        assert SAID.get(change, "it was written again") in str(error), change
+        assert said in str(error), change
 
 
 def test_a_file_of_a_store_that_is_written_again(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
