@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,8 +41,9 @@ def newest(folder: AnyPath, complain: Callable[[str], object] = never) -> Checkp
     return found
 
 
-def save_of(worker: Worker, folder: AnyPath, tick: int = 7) -> None:
-    checkpoints.save(folder, tick, worker.group, {"w": torch.tensor([worker.rank])}, {"rank": worker.rank})
+def save_of(worker: Worker, folder: AnyPath, tick: int = 7, w: torch.Tensor | None = None) -> None:
+    w = torch.tensor([worker.rank]) if w is None else w
+    checkpoints.save(folder, tick, worker.group, {"w": w}, {"rank": worker.rank})
 
 
 def check(found: Checkpoint, tick: int, ranks: int) -> None:
@@ -70,46 +72,29 @@ def test_the_newest_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None
     assert found.values(0) == {"tick": 200}
 
 
-@pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
-    """Call it with its rank: in the threads of other ranks than 0, nothing below tmp_path is seen from then on."""
-    seen = threading.local()
-    is_dir, is_file = Path.is_dir, Path.is_file
-
-    def visible(path: Path) -> bool:
-        return not (getattr(seen, "rank", 0) and path.is_relative_to(tmp_path))
-
-    monkeypatch.setattr(Path, "is_dir", lambda path: visible(path) and is_dir(path))
-    monkeypatch.setattr(Path, "is_file", lambda path: visible(path) and is_file(path))
-    return lambda rank: setattr(seen, "rank", rank)
-
-
 def test_every_rank_writes_its_own_part_or_sends_it_where_it_does_not_see_the_folder(
-    tmp_path: Path, far: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, far: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together(3, lambda worker: save_of(worker, tmp_path / "seen"))
     check(newest(tmp_path / "seen"), 7, 3)
 
-    def write(worker: Worker) -> None:
-        far(worker.rank)
-        save_of(worker, tmp_path / "far")
+    def send(worker: Worker, folder: str, w: torch.Tensor | None = None) -> None:
+        far(worker.rank > 0)
+        save_of(worker, tmp_path / folder, w=w)
 
-    together(3, write)
+    together(3, lambda worker: send(worker, "far"))
     check(newest(tmp_path / "far"), 7, 3)
+    together(2, lambda worker: send(worker, "servers", torch.zeros(100 if worker.rank else 5_000_000)))
+    assert newest(tmp_path / "servers").ranks == 2  # rank 0 holds the server's vectors, one for each worker
     monkeypatch.setattr(checkpoints, "_PIECE_BYTES", 1000)  # large parts come in pieces
     values = torch.arange(999.0)
-
-    def write_more(worker: Worker) -> None:
-        far(worker.rank)
-        checkpoints.save(tmp_path / "large", 7, worker.group, {"w": values + worker.rank}, {})
-
-    together(2, write_more)
+    together(2, lambda worker: send(worker, "large", values + worker.rank))
     assert torch.equal(newest(tmp_path / "large").tensors(1)["w"], values + 1)
 
 
 def test_a_checkpoint_comes_to_ranks_that_do_not_see_it(
     tmp_path: Path,
-    far: Callable[[int], None],
+    far: Callable[[bool], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -118,7 +103,7 @@ def test_a_checkpoint_comes_to_ranks_that_do_not_see_it(
     saved = _saved_by_two(tmp_path)
 
     def read(worker: Worker, hidden: bool) -> tuple[bool, list[int]]:
-        far(worker.rank * hidden)
+        far(hidden and worker.rank > 0)
         with checkpoints.within_reach(saved, worker.group) as found:
             return found.path == saved.path, [int(found.tensors(rank)["w"]) for rank in range(found.ranks)]
 
@@ -143,11 +128,11 @@ class Forger:
         return self._group.all_gather_json(self._forge(value))
 
 
-def attacked(folder: Path, far: Callable[[int], None], forge: Callable[[Any], Any], forger: int = 1) -> str:
+def attacked(folder: Path, far: Callable[[bool], None], forge: Callable[[Any], Any], forger: int = 1) -> str:
     """The error of a checkpoint for which one rank forged what it says."""
 
     def write(worker: Worker) -> None:
-        far(worker.rank)
+        far(worker.rank > 0)
         group = Forger(worker.group, forge) if worker.rank == forger else worker.group
         checkpoints.save(folder, 7, group, {"w": torch.zeros(100)}, {})
 
@@ -161,7 +146,7 @@ DIGEST = "0" * 64
 PART = {"bytes": 3, "sha256": DIGEST}
 
 
-def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[[int], None]) -> None:
+def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[[bool], None]) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for output in (
         {"../../escaped": [DIGEST, 3]},
@@ -188,24 +173,12 @@ def test_a_rank_decides_neither_names_nor_lengths(tmp_path: Path, far: Callable[
     assert "arrived changed from worker 1" in attacked(folder, far, other_digest)
 
 
-def test_rank_0_may_hold_many_times_what_others_do(tmp_path: Path, far: Callable[[int], None]) -> None:
-    """The server's vectors, one for each worker."""
-
-    def write(worker: Worker) -> None:
-        far(worker.rank)
-        own = {"w": torch.zeros(100 if worker.rank else 5_000_000)}
-        checkpoints.save(tmp_path, 7, worker.group, own, {})
-
-    together(2, write)
-    assert newest(tmp_path).ranks == 2
-
-
-def test_a_copy_is_what_the_driver_verified(tmp_path: Path, far: Callable[[int], None]) -> None:
+def test_a_copy_is_what_the_driver_verified(tmp_path: Path, far: Callable[[bool], None]) -> None:
     """A rank that sends another file than the one of the plan is named."""
     saved = _saved_by_two(tmp_path)
 
     def read(worker: Worker) -> None:
-        far(worker.rank)
+        far(worker.rank > 0)
         with checkpoints.within_reach(saved, worker.group):
             pass
 
@@ -231,9 +204,6 @@ def test_a_checkpoint_that_no_host_sees_and_different_ones_are_errors(tmp_path: 
 def _saved_by_two(folder: Path) -> Checkpoint:
     together(2, lambda worker: save_of(worker, folder))
     return newest(folder)
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_regular_file_is_damage(tmp_path: Path) -> None:
@@ -342,25 +312,15 @@ def test_what_is_kept_and_what_is_discarded(tmp_path: Path) -> None:
 
 
 def test_random_state_comes_back_whole() -> None:
-    import random
-
-    import numpy as np
-
     def draw() -> tuple[float, float, float, float]:
         return float(torch.rand(())), float(np.random.rand()), float(np.random.randn()), random.gauss(0, 1)
 
     with rng.kept():
-        rng.seed_all(3)
-        np.random.randn()  # leaves a cached normal draw
-        random.gauss(0, 1)
-        tensors, values = rng.capture()
-        first = draw()
+        draw()  # leaves a cached normal draw of each
+        state, first = rng.capture(), draw()
         assert draw() != first
-        rng.restore(tensors, values)
+        rng.restore(*state)
         assert draw() == first
-
-
-# -- elsewhere than on a disk ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -399,9 +359,7 @@ def test_elsewhere_it_counts_once_its_manifest_is_there_and_a_damaged_one_is_rep
     assert newest(elsewhere).tick == 2
 
 
-def test_a_file_system_that_does_not_answer_is_no_damage(
-    elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_file_system_is_no_damage(elsewhere: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older checkpoint would be taken, and the newer ones removed."""
     for tick in (1, 2):
         save(elsewhere, tick)

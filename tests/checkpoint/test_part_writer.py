@@ -150,11 +150,12 @@ class Driver:
             self.assembly.part(worker_id, tick, 0, part)
 
 
-def save(driver: Driver, where: AnyPath, size: int, far: Callable[[int], None] = lambda rank: None) -> None:
+def save(driver: Driver, where: AnyPath, size: int, far: Callable[[bool], None] = lambda far: None) -> None:
+    """By so many workers; `far`: rank 0, which is on another host by now, and rank 3 do not see the folder."""
     token = driver.assembly.begin(6, 0, tuple(range(size)))
 
     def write(worker: Worker) -> None:
-        far(worker.rank)
+        far(worker.rank in (0, 3))
         writer, rank = PartWriter(), worker.rank
         writer.copy({"w": torch.tensor([rank])})
         partial = checkpoints.partial_of(where, 6, token)
@@ -173,37 +174,20 @@ def whole(where: AnyPath) -> Checkpoint:
     return found
 
 
-def test_parts_of_all_make_a_checkpoint(tmp_path: Path) -> None:
-    for where in (tmp_path / "disk", RemotePath(f"local://{tmp_path}/elsewhere")):
+def test_parts_of_all_make_a_checkpoint(tmp_path: Path, far: Callable[[bool], None]) -> None:
+    """Also those of ranks that do not see the folder, which send them."""
+    elsewhere = RemotePath(f"local://{tmp_path}/elsewhere")
+    for where, size, seen in [(tmp_path / "disk", 3, True), (elsewhere, 3, True), (tmp_path / "far", 4, False)]:
         driver = Driver(where)
-        save(driver, where, 3)
+        save(driver, where, size, *([] if seen else [far]))
         assert driver.written == [6]
-        assert whole(where).ranks == 3
+        assert whole(where).ranks == size
         assert driver.assembly.settle(6)
         assert driver.warnings == []
 
 
-@pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
-    """Call it with its rank: in the threads of rank 0, which is on another host by now, nothing below tmp_path is seen."""
-    seen, is_dir = threading.local(), Path.is_dir
-    monkeypatch.setattr(
-        Path,
-        "is_dir",
-        lambda path: is_dir(path) and not (getattr(seen, "far", False) and path.is_relative_to(tmp_path)),
-    )
-    return lambda rank: setattr(seen, "far", rank in (0, 3))
-
-
-def test_ranks_that_do_not_see_the_folder_send_their_part(tmp_path: Path, far: Callable[[int], None]) -> None:
-    driver = Driver(tmp_path)
-    save(driver, tmp_path, 4, far)
-    assert driver.written == [6]
-    assert whole(tmp_path).ranks == 4
-
-
-def test_whoever_keeps_the_parts_of_others_has_a_full_disk(
-    tmp_path: Path, far: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_for_the_parts_of_others(
+    tmp_path: Path, far: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes what comes all the same: nobody waits for it."""
     synced = checkpoints.synced

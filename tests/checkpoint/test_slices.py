@@ -19,6 +19,7 @@ from manyhands.testing.threads import together
 from manyhands.worker import Worker
 
 WIDE = 64
+Reads = list[tuple[str, str, int]]  # (file, tensor, bytes)
 
 
 def model() -> nn.Module:
@@ -42,9 +43,9 @@ def train(folder: Path, workers: int, **options: Any) -> mh.Run:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """(file, tensor, bytes) of all that was read one by one, in order."""
-    found: list[tuple[str, str, int]] = []
+def read(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """All that was read one by one, in order."""
+    found: Reads = []
     init, get = SavedTensors.__init__, SavedTensors.__getitem__
 
     def opened(self: Any, path: Any) -> None:
@@ -72,9 +73,7 @@ def counted(folder: Path) -> list[bool]:
     return [one["counted"] for one in slices]
 
 
-def test_of_equal_replicas_one_counts_and_the_others_are_not_read(
-    tmp_path: Path, read: list[tuple[str, str, int]]
-) -> None:
+def test_of_equal_replicas_one_counts_and_is_read(tmp_path: Path, read: Reads) -> None:
     train(tmp_path, 4)
     assert counted(tmp_path) == [True, False, False, False]
     resumed = train(tmp_path, 2, epochs=2, resume=True)
@@ -84,9 +83,7 @@ def test_of_equal_replicas_one_counts_and_the_others_are_not_read(
     assert sum(n for _, name, n in read if name.startswith("parameters/")) == 2 * whole, "by each of two"
 
 
-def test_replicas_that_differ_all_count_and_are_read_one_tensor_at_a_time(
-    tmp_path: Path, read: list[tuple[str, str, int]]
-) -> None:
+def test_replicas_that_differ_are_read_one_tensor_at_a_time(tmp_path: Path, read: Reads) -> None:
     """The next one is asked for when the mean of the one before, over all ranks, is made."""
     train(tmp_path, 4, strategy="gossip")
     assert counted(tmp_path) == [True] * 4
@@ -140,9 +137,7 @@ def saved(tmp_path: Path) -> Checkpoint:
     return found
 
 
-def test_it_reads_what_it_holds_once_and_parses_each_file_once(
-    saved: Checkpoint, read: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_reads_and_parses_once(saved: Checkpoint, read: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch#149640, torchtitan#811: only what overlaps is read, of whichever workers wrote it."""
     parsed, values = Counter[int](), Checkpoint.values
 

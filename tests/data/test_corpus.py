@@ -131,9 +131,7 @@ def test_what_is_mapped_travels_out_of_band_and_can_be_written_to() -> None:
         assert one[:1].words[0] == 3
 
 
-def test_nothing_is_left_in_the_folder_for_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
-) -> None:
+def test_no_temporary_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))

@@ -191,6 +191,16 @@ def test_degrees_count_the_rows_of_each_feature():
     assert rows.take([1, 2]).degrees().tolist() == [0, 0, 1, 0]
 
 
+def test_targets_of_two_classes():
+    def check(*targets):
+        Csr([*[0] * len(targets), 1], [0], [1.0], targets).check_binary()
+
+    check(1, 0, 1)
+    check(1, -1)
+    refused(r"row 2 \(from 0\) has 3", check, 1, 0, 3)
+    refused("rows with 0 and rows with -1", check, 0, -1, 1)
+
+
 def test_arrays_that_do_not_fit_together():
     good = {"offsets": [0, 3], "keys": [0, 1, 2], "values": [1.0] * 3, "targets": [1]}
     assert len(Csr(**good)) == 1

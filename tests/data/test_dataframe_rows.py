@@ -74,19 +74,6 @@ def test_rows_are_numbered_by_their_place_in_the_table(spools: list[Spool]) -> N
     assert DistributedFrame("k", COLUMNS, files=("a.parquet",)).kept == COLUMNS
 
 
-def test_one_host_reads_as_an_array_would(spools: list[Spool]) -> None:
-    source = source_of(spools, range(7), range(7, 33))
-    rows = torch.arange(33)
-    same = open_source((rows.float(), rows))
-    for rank in range(4):
-        ours, theirs = (
-            [part.batch for part in Feed(one, rank=rank, size=4, batch_size=8).epoch(1)] for one in (source, same)
-        )
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or torch.equal(a[1], b[1])
-
-
 HOSTS = [
     ([range(20), range(20, 41)], [2, 1]),
     ([range(0), range(7)], [1, 1]),
@@ -151,9 +138,7 @@ def pools(spools: list[Spool], rows: list[int], workers: list[int], *parts: rang
     return {"rows": [{"k": n} for n in rows], "workers": workers, "host": 0, "parts": {"k": held}}
 
 
-def test_a_frame_travels_without_its_table_and_opens_the_pool(
-    spools: list[Spool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_opens_the_pool(spools: list[Spool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there: DistributedFrame = pickle.loads(pickle.dumps(DistributedFrame("k", COLUMNS, table=object())))
     assert (there.key, there.columns, there.table) == ("k", COLUMNS, None)
     read: DistributedFrame = pickle.loads(pickle.dumps(DistributedFrame("k", COLUMNS, files=("s3://a",))))

@@ -16,19 +16,6 @@ from manyhands.data.sharding import epoch_order, slice_of
 from refusals import refused
 
 
-def test_alone_it_is_bit_equal_to_a_plain_loop():
-    """CASE 1: the data's part of it."""
-    x, y = torch.randn(39, 4, dtype=torch.float64), torch.randint(5, (39,))
-    feed = Feed(open_source((x, y)), batch_size=12, seed=7)
-    for epoch in range(3):
-        order = epoch_order(39, 7, epoch)
-        for i, part in zip(range(0, 39, 12), feed.epoch(epoch), strict=True):
-            assert torch.equal(part.batch[0], x[order[i : i + 12]])
-            assert torch.equal(part.batch[1], y[order[i : i + 12]])
-            assert part.global_rows == part.rows == len(order[i : i + 12])
-    assert Feed(open_source(x)).batch_size == 64
-
-
 def test_workers_split_each_global_batch():
     """CASE 18, CASE 27: every row once, one slice a tick for each worker, whatever the numbers."""
     draw = random.Random(0)
@@ -99,15 +86,13 @@ def test_what_cannot_be_is_refused():
         refused(words, lambda order: list(Feed(source, order=order).epoch(1)), order)
     refused("batch_size=3 leaves some of the 4 workers", lambda: Feed(source, size=4, batch_size=3))
     refused("rank=2 of size=2", lambda: Feed(source, rank=2, size=2))
+    assert Feed(source).batch_size == 64
 
 
 def test_batches_go_to_the_device():
     part = next(Feed(open_source((torch.arange(4), ["a", "b", "c", "d"])), device=torch.device("meta")).epoch(0))
     assert part.batch[0].device.type == "meta"
     assert part.rows == 4
-
-
-# -- reading ahead -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

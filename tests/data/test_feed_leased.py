@@ -137,9 +137,6 @@ def test_an_interrupted_epoch_goes_on_with_another_number_of_workers() -> None:
     assert sorted(row for part in got.values() for row in part.batch.tolist()) == list(range(8))
 
 
-# -- reading ahead -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Rows that a thread gathers."""

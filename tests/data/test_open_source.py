@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.data.feed import Feed
 from manyhands.data.open_source import Once, is_function, open_source
 from manyhands.data.readers.arrays import Columns
 from manyhands.data.readers.datasets import DatasetRows
@@ -109,12 +108,6 @@ def test_what_is_a_function():
         assert not is_function(data), data
     for data in (lambda: X, Squares, Table, Once(lambda: X)):
         assert is_function(data), data
-
-
-def test_rows_of_a_dataset_are_collated_by_torch():
-    batch = next(Feed(open_source(Squares()), batch_size=3, shuffle=False).epoch(0)).batch
-    assert batch["x"].tolist() == [0.0, 1.0, 2.0]
-    assert batch["y"].tolist() == [0, 1, 4]
 
 
 def test_what_is_refused():

@@ -138,9 +138,6 @@ def test_a_worker_takes_the_memory_that_was_estimated(spark: Any, tmp_path: Path
     assert expected.worker_bytes / max(run.memory_of_workers) == pytest.approx(1, abs=0.25)
 
 
-# -- what fails --------------------------------------------------------------------------------------------------------
-
-
 def _fails(worker: Worker) -> None:
     worker.group.barrier()
     if worker.rank == 1:

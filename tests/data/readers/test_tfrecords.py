@@ -144,9 +144,6 @@ def test_files_that_are_cut_turned_and_spliced_are_rows_or_an_error(inputs: int)
     assert min(taken, refusals) > inputs // 20
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------
-
-
 EDGES = [0, 1, -1, 127, 128, 300, 2**31, 2**63 - 1, -(2**63)]
 
 

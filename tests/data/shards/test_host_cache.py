@@ -97,9 +97,7 @@ def test_the_oldest_go_and_the_newest_stays(tmp_path: Path) -> None:
     assert [path.stem for path in tmp_path.glob("*.arrow")] == ["k4"]
 
 
-def test_a_block_that_others_remove_at_once_is_mapped_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_others_remove_at_once_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two workers write more than the limit holds, each removes the other's block."""
     replace, made = Path.replace, []
 
@@ -113,9 +111,7 @@ def test_a_block_that_others_remove_at_once_is_mapped_all_the_same(
     assert (numbers(found), was_there, made) == ({5}, False, [1])
 
 
-def test_who_comes_when_a_block_has_just_got_its_name_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_late_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looked for the block before, and makes an unfinished file after another's was renamed."""
     cache, other, opened = HostCache(tmp_path), HostCache(tmp_path), os.open
 
@@ -154,9 +150,7 @@ def test_unfinished_files_of_nobody_go_first_and_those_that_are_written_stay(tmp
     assert cache.has("k")
 
 
-def test_an_error_of_reading_or_writing_leaves_nothing_and_others_may_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_leaves_nothing_and_others_may_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = HostCache(tmp_path)
 
     def fails() -> Iterator[pa.RecordBatch]:
@@ -244,9 +238,7 @@ def test_values_are_made_once_as_json_where_they_can_be_kept(tmp_path: Path, mon
     assert left(tmp_path) == ["k.json"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write(tmp_path, "parquet", [9])
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):

@@ -74,8 +74,6 @@ def test_who_waits_for_a_writer_that_is_killed_writes_the_block_and_all_others_m
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["k.arrow"]
 
 
-# Memory
-
 READER = """
 import resource, sys, threading
 import numpy as np
@@ -130,9 +128,6 @@ def test_an_epoch_of_twice_the_memory(tmp_path: Path, name: str, options: dict[s
     seen, total, growth = map(int, done.stdout.split())
     assert (seen, total) == (rows, rows * (rows - 1) // 2)
     assert growth <= limit, growth
-
-
-# Runs
 
 
 def parquet_rows(folder: Path) -> None:

@@ -13,6 +13,7 @@ import re
 import tarfile
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,7 @@ def test_formats_by_suffix() -> None:
 
 
 @pytest.mark.parametrize("suffix", BYTES_OF)
-def test_blocks_and_pieces_of_all_sizes_hold_the_same_rows(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_all_sizes_hold_the_same_rows(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (0, 1, 30):
         (path,) = write(tmp_path / str(count), suffix, [count])
         whole = rows(path)
@@ -97,8 +96,6 @@ def test_blocks_and_pieces_of_all_sizes_hold_the_same_rows(
             if suffix in ("csv", "tsv", "jsonl", "txt", "tar", "tfrecord") and count == 30 and block != 700:
                 assert (many == 1) == (block == 10**6) or (suffix == "txt" and block == 100), (many, block)
 
-
-# Parquet and Arrow
 
 MIXED = {
     "i": ([1, -2, 3], pa.int32()),
@@ -163,17 +160,18 @@ def test_names_with_dots_are_columns_of_their_own(tmp_path: Path) -> None:
         assert rows(tmp_path / "a.parquet", names) == table.select(names).to_pylist()
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
-def test_missing_values_and_uneven_lists_name_file_and_column(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a.{suffix}"
-    for values, words in [
-        ([1, None], "has missing values"),
-        (["a", None], "has missing values"),
-        ([[1, 2], [3]], "lists of 1 to 2 values: pad them"),
-        ([[1, 2], None], "has missing values"),
-        ([[1, None], [2, 3]], "has missing values"),
-    ]:
-        table = pa.table({"v": values})
+def test_missing_values_and_uneven_lists_name_file_and_column(tmp_path: Path) -> None:
+    for suffix, (values, words) in product(
+        ("parquet", "arrow", "jsonl"),
+        [
+            ([1, None], "has missing values"),
+            (["a", None], "has missing values"),
+            ([[1, 2], [3]], "lists of 1 to 2 values: pad them"),
+            ([[1, 2], None], "has missing values"),
+            ([[1, None], [2, 3]], "has missing values"),
+        ],
+    ):
+        path, table = tmp_path / f"a.{suffix}", pa.table({"v": values})
         if suffix == "parquet":
             pq.write_table(table, path)
         elif suffix == "arrow":
@@ -182,14 +180,12 @@ def test_missing_values_and_uneven_lists_name_file_and_column(tmp_path: Path, su
             path.write_text("".join(json.dumps({"v": value}) + "\n" for value in values))
         for shuffle in (False, True):
             first = Feed(open_source(shards(path, shuffle=shuffle))).epoch(0)
-            refused(f"column 'v' of .*{words}", next, first, case=(values, shuffle))
-
-
-def test_lists_that_differ_from_file_to_file_name_the_column(tmp_path: Path) -> None:
+            refused(f"column 'v' of .*{words}", next, first, case=(suffix, values, shuffle))
+    (folder := tmp_path / "several").mkdir()
     for i in (1, 2):
-        pq.write_table(pa.table({"v": [[1] * i] * 3}), tmp_path / f"{i}.parquet")
+        pq.write_table(pa.table({"v": [[1] * i] * 3}), folder / f"{i}.parquet")
     for shuffle in (False, True):
-        first = Feed(open_source(shards(tmp_path, shuffle=shuffle))).epoch(0)
+        first = Feed(open_source(shards(folder, shuffle=shuffle))).epoch(0)
         refused(r"column 'v' have different shapes \(\[1\], \[2\]\)", next, first, case=shuffle)
 
 
@@ -234,9 +230,7 @@ def test_rows_that_differ_in_shape_go_to_the_users_code(tmp_path: Path) -> None:
         refused("cannot be stacked", next, Feed(open_source(shards(folder, decode=decode))).epoch(0))
 
 
-def test_features_of_one_value_are_lists_where_other_records_have_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_one_value_or_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "a.tfrecord", tmp_path / "b.tfrecord"
     first.write_bytes(examples({"x": [1, 2]}, {"x": [3, 4]}))
     assert batch(tmp_path)["x"].tolist() == [[1, 2], [3, 4]]
@@ -247,17 +241,6 @@ def test_features_of_one_value_are_lists_where_other_records_have_several(
     refused("column 'x' have different shapes", batch, first)
     first.write_bytes(examples({"x": [3]}, {"x": [1, 2]}))
     refused("column 'x' of .*a.tfrecord is large_list.* in some rows, and int64 in others", batch, first)
-
-
-# Lines
-
-
-def test_csv_is_what_pythons_reader_says(tmp_path: Path) -> None:
-    text = 'a,b,c\r\n1,"x, ""y""",0.5\r\n\r\n-2,,1e3\r\n\n3,"""",.5'
-    (tmp_path / "a.csv").write_bytes(text.encode())
-    expected = [(row["a"], row["b"], float(row["c"])) for row in csv.DictReader(io.StringIO(text))]
-    assert [(str(row["a"]), row["b"], row["c"]) for row in rows(tmp_path / "a.csv")] == expected
-    assert batch(tmp_path / "a.csv")["a"].dtype == torch.int64
 
 
 def test_lines_are_counted_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +284,9 @@ def test_quotes_and_dividers_of_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]:
         (tmp_path / name).write_text(text)
         assert list(rows(tmp_path / name)[0]) == columns
+    path.write_bytes(b'a,b,c\r\n1,"x, ""y""",0.5\r\n\r\n-2,,1e3\r\n\n3,"""",.5')
+    columns = {"a": [1, -2, 3], "b": ['x, "y"', "", '"'], "c": [0.5, 1000.0, 0.5]}
+    assert rows(path) == [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def test_types_are_those_of_a_files_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +335,6 @@ def test_json_lines_of_other_keys_or_forms(tmp_path: Path) -> None:
     refused(r"cannot read .*a\.txt, after its row 0: .*utf-8", batch, tmp_path / "a.txt")
 
 
-# Tar
-
-
 def test_rows_are_neighbours_of_one_name_as_webdataset_says(tmp_path: Path) -> None:
     members = {
         "./__meta__/info.json": b"{}",
@@ -392,13 +375,8 @@ def test_members_are_those_of_pythons_library(tmp_path: Path, monkeypatch: pytes
 def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
-        for name, kind in [
-            ("d.x", tarfile.DIRTYPE),
-            ("l.txt", tarfile.SYMTYPE),
-            ("h.txt", tarfile.LNKTYPE),
-            ("f.txt", tarfile.FIFOTYPE),
-        ]:
-            info = tarfile.TarInfo(name)
+        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+            info = tarfile.TarInfo(f"{kind.decode()}.txt")
             info.type, info.linkname, info.size = kind, "a.txt", 0 if kind != tarfile.LNKTYPE else 5000
             archive.addfile(info)
         for name in ("a.txt", "b.txt"):
@@ -506,9 +484,6 @@ def test_members_that_are_missing_or_not_what_their_suffix_says(tmp_path: Path) 
         refused(words, batch, path)
 
 
-# Damage
-
-
 def rows_or_none(path: Path) -> list[dict[str, Any]] | None:
     """None: an error that names the file."""
     with contextlib.suppress(BadInput):
@@ -555,7 +530,7 @@ def test_flipped_bits_never_end_in_anything_but_rows_or_an_error(tmp_path: Path,
     drawn = random.Random(1)
     footer = 8 + int.from_bytes(data[-8:-4], "little") if "parquet" in suffix else 0
     errors = 0
-    for _ in range(75):
+    for _ in range(40):
         at = drawn.randrange(len(data) - footer)
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << drawn.randrange(8)]) + data[at + 1 :])
         found = rows_or_none(path)
@@ -585,16 +560,3 @@ def test_damaged_headers_of_tars_are_an_error_and_no_endless_loop(tmp_path: Path
     refused("cut off at byte 1,024, where the mark of its end is missing", rows, path)
     path.with_suffix(".tar.gz").write_bytes(gzip.compress(data))
     refused("the mark of its end is missing", rows, path.with_suffix(".tar.gz"))
-
-
-def test_files_that_are_none_of_their_format(tmp_path: Path) -> None:
-    for name, words in [
-        ("a.parquet", "cannot read .*a.parquet as Parquet"),
-        ("a.arrow", "cannot read .*a.arrow as Arrow"),
-        ("a.tfrecord", "record 0 of .*a.tfrecord is damaged"),
-        ("a.tar", "cannot read .*a.tar as tar: the header at byte 0"),
-        ("a.tar.gz", "cannot read .*a.tar.gz as tar: it cannot be unpacked"),
-        ("a.jsonl", "cannot read .*a.jsonl"),
-    ]:
-        (tmp_path / name).write_bytes(b"this is no such file. " * 100)
-        refused(words, open_source, shards(tmp_path / name))

@@ -150,9 +150,7 @@ def test_the_pauses_between_tries_double(store: str, monkeypatch: pytest.MonkeyP
     assert pauses == [0.25, 0.5, 1, 2, 4]
 
 
-def test_what_will_not_be_there_next_time_is_not_tried_again(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stays_away_is_tried_once(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("it was tried again"))
     refused("gone.txt does not exist on .*, and all hosts must see it", lambda: StoredFile(f"{store}/gone.txt").size)
     put(f"{store}/a.txt", b"x\n")

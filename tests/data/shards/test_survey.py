@@ -197,9 +197,6 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
     refused("has no rows", found, tmp_path / "a.parquet")
 
 
-# -- advice --------------------------------------------------------------------------------------------------------------
-
-
 def test_one_row_group_for_many_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data is better shuffled as a whole; of larger data the command is told that writes row groups, which then is right."""
     path = tmp_path / "a b.parquet"
@@ -216,9 +213,7 @@ def test_one_row_group_for_many_workers(tmp_path: Path, monkeypatch: pytest.Monk
     assert again.advice == ()
 
 
-def test_files_and_blocks_that_are_too_large_too_small_uneven_or_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_blocks_of_bad_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(module, "_LARGE_BLOCK", 8000)
     monkeypatch.setattr(module, "_MANY_FILES", 20)

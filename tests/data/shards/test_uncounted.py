@@ -92,7 +92,7 @@ def numbers(part: Slice) -> list[int]:
 
 
 PLANS: list[list[tuple[int, int | None]]] = [
-    *([(size, None)] for size in range(1, 6)),
+    *([(size, None)] for size in (1, 4)),
     [(3, 4), (2, 3), (5, 2), (9, 1), (1, None)],
     [(9, 3), (2, 4), (2, 1), (2, None)],
     [(2, 1), (4, 1), (3, 1), (5, 1), (2, 30), (3, None)],
@@ -147,34 +147,24 @@ def _seen(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return next(model.parameters())[0, rows].mean()
 
 
-def _train(data: Any, directory: Path, workers: int, **options: Any) -> mh.Run:
+@pytest.mark.parametrize("data", ["files", "dataset"])
+def test_a_run_goes_on_with_other_workers_and_trains_each_row_once(texts: str, data: str, tmp_path: Path) -> None:
     def zeros() -> torch.nn.Module:
-        model = torch.nn.Linear(len(ROWS), 1, bias=False).double()
+        model = torch.nn.Linear(len(ROWS), 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         return model
 
-    return mh.train(
+    task = mh.Task(
         model=zeros,
         loss=_seen,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-        train_data=data,
+        train_data=mh.shards(texts, counted=False) if data == "files" else Numbers(ranges()),
         batch_size=30,
-        run_dir=directory,
-        workers=workers,
-        engine="sim",
-        strategy="allreduce",
-        **options,
     )
-
-
-@pytest.mark.parametrize("data", ["files", "dataset"])
-def test_a_run_goes_on_with_other_workers_and_trains_each_row_once(texts: str, data: str, tmp_path: Path) -> None:
-    given = mh.shards(texts, counted=False) if data == "files" else Numbers(ranges())
+    options: dict[str, Any] = {"engine": "sim", "run_dir": tmp_path / "run", "checkpoint_every": 1}
     total = 0
-    for workers, steps in ((2, 4), (2, 6), (3, 8), (3, 9)):  # twice with the same deal, then with another
-        run = _train(given, tmp_path / "run", workers, max_steps=steps, checkpoint_every=1, resume=total > 0)
+    for workers, steps in ((2, 4), (2, 6), (3, 8), (3, 9), (2, None)):  # twice with the same deal, then with another
+        run = mh.train(task.with_fields(max_steps=steps), workers=workers, resume=total > 0, **options)
         total = run.rows["total"]
-        assert int((next(run.model.parameters()) != 0).sum()) == total
-    run = _train(given, tmp_path / "run", 2, resume=True)
-    assert run.rows["total"] == len(ROWS)
-    assert bool((next(run.model.parameters()) < 0).all())
+        assert int((next(run.model.parameters()) < 0).sum()) == total
+    assert total == len(ROWS)

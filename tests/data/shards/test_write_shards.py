@@ -182,9 +182,6 @@ def test_tfrecord_says_what_changes(tmp_path: Path) -> None:
     )
 
 
-# -- what is refused, and what is left then ------------------------------------------------------------------------------
-
-
 def test_bad_input_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "there.parquet").write_text("kept")
