@@ -26,20 +26,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 3)).double()
 
 
-def train(folder: Path, workers: int, **options: Any) -> mh.Run:
-    given = {"strategy": "allreduce", "epochs": 1, **options}
-    return mh.train(
-        model=model,
-        loss=plain.cross_entropy,
-        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-        train_data=plain.rows(48),
-        batch_size=12,
-        engine="sim",
-        workers=workers,
-        run_dir=folder,
-        callbacks=[],
-        **given,
-    )
+def train(folder: Path, workers: int, strategy: str = "allreduce", epochs: int = 1, **options: Any) -> mh.Run:
+    fields = {"model": model, "optimizer": plain.OPTIMIZERS["momentum"], "train_data": plain.rows(48)}
+    task = plain.task(**fields, epochs=epochs)
+    return mh.train(task, engine="sim", workers=workers, strategy=strategy, run_dir=folder, callbacks=[], **options)
 
 
 @pytest.fixture
