@@ -104,12 +104,12 @@ def ahead():
 
 def test_a_thread_reads_large_gathers_ahead_and_no_small_ones(ahead, monkeypatch):
     monkeypatch.setattr(arrays, "BACKGROUND_BYTES", 800)
-    x = torch.randn(8, 100)
-    order = epoch_order(8, 0, 0)
+    x = torch.randn(3 * (DEPTH + 3), 100)  # the thread cannot have ended when the first slice is there
+    order = epoch_order(len(x), 0, 0)
     for i, part in enumerate(Feed(open_source(x), batch_size=3).epoch(0)):
         assert i or ahead()
         assert torch.equal(part.batch, x[order[3 * i : 3 * i + 3]])
-    assert i == 2
+    assert i == DEPTH + 2
     assert not ahead()
     parts = Feed(open_source(torch.arange(100)), batch_size=5).epoch(0)
     next(parts)

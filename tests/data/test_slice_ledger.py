@@ -26,13 +26,6 @@ def test_slices_of_the_lost_are_dealt_evenly_to_those_who_are_left() -> None:
     assert all(after.slices(one, 7) == ledger().slices(one, 7) for one in (5, 7, 8))
 
 
-def test_a_later_loss_does_not_move_the_end() -> None:
-    once, _ = ledger().reassign(6, [5, 7])
-    twice, orphaned = once.reassign(9, [7])
-    assert max(place.tick for place in orphaned) == 5
-    assert len(twice.slices(7, 6)) == 6
-
-
 def test_each_slice_belongs_to_one_survivor_whatever_the_losses() -> None:
     """All slices of a window, through any losses, are someone's who is left, each once."""
     draws = random.Random(0)

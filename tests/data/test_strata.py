@@ -34,8 +34,9 @@ def strata_of(data: dict[str, Any], count: int, rank: int = 0, size: int = 1) ->
 
 
 def test_each_key_is_in_one_block_and_blocks_are_equally_long() -> None:
-    blocks = blocks_of(rows_of(), 4)
+    blocks, counted = blocks_of(rows_of(), 4), count_keys(open_source(rows_of()), ROWS, prepare)
     for field, count in ROWS.items():
+        assert counted[field].tolist() == np.bincount(rows_of()[field], minlength=count).tolist()
         grid = blocks.keys[field]
         assert grid.shape == (4, -(-count // 4))
         assert sorted(grid[grid >= 0]) == list(range(count))

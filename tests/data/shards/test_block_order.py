@@ -94,24 +94,15 @@ def test_after_walks_through_all_pieces():
         assert all([one for one in in_turn if one in slot] == slot for slot in walked), blocks
 
 
-def test_a_small_case_by_hand():
-    """Blocks of 4, 0, 3, 3 rows at the positions 0–3, 4–6, 7–9; two are open, and the last one follows in the second slot."""
+def test_two_blocks_take_turns_and_the_last_one_follows_in_the_second_slot():
+    """Blocks of 4, 0, 3, 3 rows at the positions 0–3, 4–6, 7–9."""
     order = BlockOrder(rows=[4, 0, 3, 3], piece_rows=[2, 1, 3, 2], lanes=2, shuffled=False)
     for first, last, positions in [(0, 6, [0, 1, 2, 4, 5, 6]), (4, 8, [2, 3, 6, 7]), (6, 12, [3, 7, 8, 9])]:
         assert order.batch(first, last).tolist() == positions
-    for positions, spans in [
-        (order.batch(0, 6), [(0, 0, 0, 2), (0, 1, 0, 1), (2, 0, 0, 3)]),
-        (order.batch(4, 8), [(0, 1, 0, 2), (2, 0, 2, 3), (3, 0, 0, 1)]),
-        (np.arange(1, 8), [(0, 0, 1, 2), (0, 1, 0, 2), (2, 0, 0, 3), (3, 0, 0, 1)]),
-    ]:
-        assert list(order.spans(positions)) == [PieceSpan(*span) for span in spans]
-    for at, after in {(0, 0): (0, 1), (0, 1): None, (2, 0): (3, 0), (3, 0): (3, 1), (3, 1): None}.items():
-        assert order.after(PieceSpan(*at, 0, 1)) == after
     for rows in ([], [0, 0]):
         assert len(BlockOrder(rows=rows, piece_rows=[1] * len(rows), lanes=4).batch(0, 5)) == 0
     order = order_of([(7, 2), (0, 3), (5, 9), (1, 1)], shuffled=False)
     assert [row for batch in batches_of(order, 4) for row in batch.tolist()] == list(range(13))
-    assert order.within(0, 0) is None
 
 
 def test_seeds_and_epochs_draw_orders_of_their_own_and_the_same_again():

@@ -41,26 +41,8 @@ def there() -> Any:
     pytest.fail("it is there, and was made again")
 
 
-def test_a_block_is_made_once_and_mapped_after_that(tmp_path: Path) -> None:
-    made = []
-
-    def make() -> Iterator[pa.RecordBatch]:
-        made.append(1)
-        yield from batches(7)
-
-    cache = HostCache(tmp_path / "a" / "b")
-    assert not cache.has("k")
-    found, was_there = cache.block("k", make)
-    assert (len(found), numbers(found), was_there, cache.has("k")) == (2, {7}, False, True)
-    for again in (cache, HostCache(tmp_path / "a" / "b")):
-        found, was_there = again.block("k", make)
-        assert (numbers(found), was_there) == ({7}, True)
-    assert made == [1]
-    assert left(tmp_path / "a" / "b") == []
-
-
 def test_threads_that_ask_for_the_same_block_wait_for_one(tmp_path: Path) -> None:
-    cache, made, go = HostCache(tmp_path), [], threading.Barrier(8)
+    cache, made, go = HostCache(tmp_path / "a" / "b"), [], threading.Barrier(8)
 
     def make() -> Iterator[pa.RecordBatch]:
         made.append(threading.current_thread().name)
@@ -80,7 +62,10 @@ def test_threads_that_ask_for_the_same_block_wait_for_one(tmp_path: Path) -> Non
     assert len(made) == 1
     assert [numbers(one) for one, _ in found] == [{1}] * 8
     assert sorted(was_there for _, was_there in found) == [False] + [True] * 7
-    assert left(tmp_path) == []
+    assert left(tmp_path / "a" / "b") == []
+    assert (len(found[0][0]), cache.has("k"), cache.has("l")) == (2, True, False)
+    found, was_there = HostCache(tmp_path / "a" / "b").block("k", there)
+    assert (numbers(found), was_there) == ({1}, True)
 
 
 def test_the_oldest_go_and_the_newest_stays(tmp_path: Path) -> None:

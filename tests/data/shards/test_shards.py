@@ -27,7 +27,7 @@ from manyhands.data.open_source import open_source
 from manyhands.data.sharding import epoch_order
 from manyhands.data.shards import source as source_module
 from manyhands.data.shards.formats import base
-from manyhands.data.shards.source import MappedRows, shards
+from manyhands.data.shards.source import shards
 from manyhands.errors import ManyhandsError
 from refusals import refused
 from shard_files import BYTES_OF, numbers, small_blocks, write
@@ -336,18 +336,13 @@ def test_a_reading_counts_what_it_read(tmp_path: Path) -> None:
 def test_with_a_cache_each_block_is_decoded_once(tmp_path: Path, cache_folder: Path) -> None:
     paths = write(tmp_path, "parquet", [70])  # 10 row groups, of several pieces each
     source = open_source(shards(paths, cache="1MB"))
-    rows = [row for part in Feed(source, batch_size=10).epoch(0) for row in numbers(part.batch)]
-    assert sorted(rows) == list(range(70))
-    assert source.counters.misses == 10
-    split = source.counters.hits  # blocks that were opened again
+    list(Feed(source, batch_size=10).epoch(0))
+    read, split = source.counters.bytes, source.counters.hits  # blocks that were opened again
     assert split < 10
-    read = source.counters.bytes
     list(Feed(source, batch_size=10).epoch(1))
-    assert source.counters.misses == 10
+    assert (source.counters.misses, source.counters.bytes) == (10, read)
     assert 10 + split <= source.counters.hits < 20 + split
-    assert source.counters.bytes == read
     mapped = open_source(shards(paths, shuffle=True, cache="1MB"))
-    assert isinstance(mapped, MappedRows)
     list(Feed(mapped, batch_size=10).epoch(0))
     assert (mapped.counters.misses, mapped.counters.hits) == (0, 10)
     assert len(list(cache_folder.glob("*.arrow"))) == 10

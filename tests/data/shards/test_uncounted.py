@@ -69,6 +69,7 @@ class Epoch:
                 if ticks is not None and part.index >= self.tick + ticks:
                     break
                 by_tick.setdefault(part.index, []).extend(numbers(part))
+                assert part.rows == len(numbers(part))
                 read, dealt = {**read, **part.read}, part.dealt
         if dealt is not None:
             self.positions = ShardPositions(size=dealt.size, begun=dealt.begun, read={**dealt.read, **read})
