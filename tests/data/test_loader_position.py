@@ -18,6 +18,7 @@ from manyhands.data.feed import Feed
 from manyhands.data.loader_position import LoaderPosition
 from manyhands.data.open_source import open_source
 from manyhands.data.source import Slice
+from manyhands.engines.local.engine import Local
 from refusals import refused
 
 ROWS, BATCH = 40, 4
@@ -125,9 +126,9 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(tmp_path: P
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True))
 
 
-def test_two_workers_keep_one_state_and_one_goes_on(tmp_path: Path) -> None:
+def test_two_workers_keep_one_state_and_one_goes_on(tmp_path: Path, local: Local) -> None:
     whole = train(Remembering(Rows()))
-    train(Remembering(Rows()), workers=2, engine="sim", run_dir=tmp_path / "run", max_steps=2)
+    train(Remembering(Rows()), workers=2, engine=local, run_dir=tmp_path / "run", max_steps=2)
     saved = checkpoints.newest(tmp_path / "run" / "checkpoints", pytest.fail)
     assert [saved.values(rank)["position"]["loader"] is None for rank in range(2)] == [False, True]
     loader = Remembering(Rows())
