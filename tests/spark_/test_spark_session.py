@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -181,31 +181,30 @@ def test_containers_in_the_hosts_network_cannot_work_together() -> None:
 
 
 def test_neighbours_wait_until_the_agent_lets_go() -> None:
-    busy, over = Busy(), threading.Event()
-
-    def neighbour() -> None:
-        wait_until_over(busy.place)
-        over.set()
-
-    place = busy.place
-    thread = threading.Thread(target=neighbour)
-    thread.start()
-    assert not over.wait(0.2)
+    busy = Busy()
+    neighbour = threading.Thread(target=wait_until_over, args=(busy.place,))
+    neighbour.start()
+    neighbour.join(0.2)
+    assert neighbour.is_alive()
     busy.close()
-    thread.join(10)
-    assert over.is_set()
-    wait_until_over(place)  # nothing is there any more
+    neighbour.join(10)
+    assert not neighbour.is_alive()
 
 
-@pytest.mark.slow
 def test_neighbours_do_not_wait_for_a_dead_agent() -> None:
-    script = "from manyhands.engines.spark.stage import Busy\nbusy = Busy()\nprint(busy.place, flush=True)\ninput()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
-        thread = threading.Thread(target=wait_until_over, args=(agent.stdout.readline().decode().strip(),))
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive()
-        agent.kill()
-        thread.join(10)
-        assert not thread.is_alive()
+    told, place = os.pipe()
+    if (agent := os.fork()) == 0:
+        os.write(place, Busy().place.encode())
+        signal.pause()
+    there = os.read(told, 1000).decode()
+    neighbour = threading.Thread(target=wait_until_over, args=(there,))
+    neighbour.start()
+    neighbour.join(0.2)
+    assert neighbour.is_alive()
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    neighbour.join(10)
+    assert not neighbour.is_alive()
+    wait_until_over(there)  # nothing is there any more
+    os.close(told)
+    os.close(place)
