@@ -58,7 +58,7 @@ class KilledOnce:
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         self.calls += 1
-        if self.calls == 30 and mh.worker().rank == 1 and not self.mark.exists():
+        if self.calls == 60 and mh.worker().rank == 1 and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         inputs, targets = batch
@@ -77,8 +77,8 @@ def test_a_run_whose_stage_failed_starts_again(tmp_path: Path) -> None:
     same = digits(epochs=2, loss=KilledOnce(tmp_path / "mark"))  # which is not killed any more
     here = mh.train(same, engine="local", workers=2, threads_per_worker=1)
     assert torch.equal(run.parameters, here.parameters)
-    assert [one["step"] for one in run.restarts] == [21]
+    assert [one["step"] for one in run.restarts] == [41]
     assert run.rows["total"] == here.rows["total"]
-    assert run.metrics == here.metrics
+    assert run.metrics == pytest.approx(here.metrics, abs=1e-6)
     assert run.info["engine"] == "spark"
     assert (tmp_path / "run" / "result.json").exists()
