@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from manyhands.data import row_batches, row_files
-from manyhands.data.open_source import open_source
 from manyhands.data.row_batches import pack, read, to_batch, unpack
 from manyhands.data.row_files import RowFile
 from manyhands.errors import BadInput, ManyhandsError
@@ -147,17 +146,6 @@ def test_rows_lie_in_order_and_no_file_is_there_before_all_are(path: Path) -> No
         file.write(to_batch(given))
         file.finish()
     assert table(path)["prediction"].to_pylist() == given.float().tolist()
-
-
-def test_what_was_written_can_be_read_as_data(tmp_path: Path) -> None:
-    path = tmp_path / "out.parquet"
-    given = {"y": torch.arange(24.0).view(4, 2, 3), "n": torch.arange(4)}
-    with RowFile(path) as file:
-        file.write(to_batch(given))
-        file.finish()
-    found = open_source(path).take(range(4))
-    assert torch.equal(found["y"], given["y"])
-    assert torch.equal(found["n"], given["n"])
 
 
 def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
