@@ -61,13 +61,13 @@ def run(timeline: Timeline, programs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def in_group(
-    size: int, program: Callable[[SimGroup], Any], network: str = "", timeout_s: float = 300.0, seed: int = 0
-) -> tuple[list[Any], Timeline, list[SimGroup]]:
-    """What the program gives on every rank."""
-    timeline = Timeline(seed)
-    meeting = meeting_of(timeline, size, network, timeout_s)
+    size: int, program: Callable[[SimGroup, Timeline], Any], network: str = ""
+) -> tuple[list[Any], list[SimGroup], SimRendezvous]:
+    """What the program gives on every rank; the groups, and where they meet."""
+    timeline = Timeline()
+    meeting = meeting_of(timeline, size, network)
     groups = [SimGroup(meeting, rank) for rank in range(size)]
-    return run(timeline, [partial(program, group) for group in groups]), timeline, groups
+    return run(timeline, [partial(program, group, timeline) for group in groups]), groups, meeting
 
 
 class Outside:
@@ -113,25 +113,8 @@ class Proxy(Server):
     def __init__(self, outside: Outside, client: Server) -> None:
         self._outside, self._client = outside, client
 
-    @property
-    def ledger(self):
-        return self._client.ledger
-
-    @property
-    def shards(self):
-        return self._client.shards
-
-    @property
-    def waited_s(self):
-        return self._client.waited_s
-
-    @property
-    def pulled(self):
-        return self._client.pulled
-
-    @property
-    def pushes(self):
-        return self._client.pushes
+    for _name in ("ledger", "shards", "waited_s", "pulled", "pushes"):
+        locals()[_name] = property(lambda self, name=_name: getattr(self._client, name))
 
     def _through(name):
         def call(self, *arguments, **options):

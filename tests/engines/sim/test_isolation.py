@@ -1,8 +1,7 @@
-"""What one simulated worker does to the process, the others do not see."""
+"""What one simulated worker does to the process, the others do not see; that their draws do not mix, test_sim_equals_local shows."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from sim_world import run
 
-from manyhands.engines.sim.isolation import capture, copied, restore
+from manyhands.engines.sim.isolation import capture, restore
 from manyhands.engines.sim.timeline import Timeline
 from manyhands.worker import Worker, current, set_current
 
@@ -22,35 +21,6 @@ def _process() -> Iterator[None]:
     before = capture()
     yield
     restore(before)
-
-
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-def draws() -> tuple[float, ...]:
-    """One number of each generator; an odd number of normal draws leaves numpy one that waits."""
-    own = float(np.random.rand()), float(np.random.standard_normal()), random.random(), random.gauss(0, 1)
-    return float(torch.rand(())), *own
-
-
-def test_generators_do_not_leak() -> None:
-    def programs(*seeds: int) -> Any:
-        timeline = Timeline()
-
-        def program(seed: int) -> list[Any]:
-            seeded(seed)
-            drawn = []
-            for _ in range(5):
-                drawn.append(draws())
-                timeline.sleep(1.0)
-            return drawn
-
-        return run(timeline, [lambda seed=seed: program(seed) for seed in seeds])
-
-    assert programs(0, 1, 2) == programs(0) + programs(1) + programs(2)
 
 
 def test_numpys_pending_gauss_is_its_programs_own() -> None:
@@ -79,24 +49,6 @@ def test_numpys_pending_gauss_is_its_programs_own() -> None:
 
     programs = [lambda: program(0.0), lambda: program(0.5), lambda: program(1.0), again, again]
     assert run(timeline, programs) == [expected] * 3 + [[expected[2], expected[1]] * 2] * 2
-
-
-def test_all_begin_with_the_state_outside_and_leave_it_alone() -> None:
-    seeded(1)
-    np.random.standard_normal()  # one waits
-    state = copied(capture())
-    wanted = draws()
-    restore(state)
-    timeline = Timeline()
-
-    def program() -> Any:
-        first = draws()
-        timeline.sleep(1.0)
-        draws()
-        return first
-
-    assert run(timeline, [program, program]) == [wanted, wanted]
-    assert draws() == wanted
 
 
 def test_modes_do_not_leak() -> None:
@@ -137,19 +89,3 @@ def test_modes_do_not_leak() -> None:
     assert values == [(True, torch.bfloat16), (False, True), None, (False, True), None]
     assert seen == [(True, False, False, torch.float32, None)] * 9
     assert state() == seen[0]
-
-
-def test_a_failed_program_leaves_nothing_behind() -> None:
-    timeline = Timeline()
-
-    def fails() -> None:
-        torch.set_grad_enabled(False)
-        torch.manual_seed(99)
-        timeline.sleep(1.0)
-        raise ValueError("mine")
-
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="mine"):
-        run(timeline, [fails])
-    assert torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), before)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from manyhands.comm.codecs import CODECS, codec_of
 from manyhands.engines.sim.compute import FREE, Coding, Compute, ComputeSpeed
 from manyhands.errors import BadInput, UnknownName
+from refusals import all_refused
 
 EVERYTHING = "row=1e-4,step=1ms,jitter=lognormal:0.2,3=5x,7=0.5x,8-10=2x,lease=1e-4,request=5e-5,merge=2e-10,topk=15e-9/1e-9,threshold=1e-9/0/12e-9/7e-9"
 THRESHOLD = Coding(1e-9, 0.0, 12e-9, 7e-9)
@@ -49,33 +49,23 @@ JITTER = "jitter must be one of none, lognormal:SIGMA"
 REFUSED = {
     "rows=1": "no option 'rows'.*did you mean 'row'.*RANK=5x",
     "row": "row must be a time",
-    "row=-1": "row must be a time",
     "3=0x": "3 must be a factor above 0",
     "topk=15ns": "topk must be ENCODE/DECODE.*got '15ns': write 15ns/1ns",
-    "topk=1ns/1ns/1ns": "topk must be ENCODE/DECODE",
-    "topk=1/2/3/4/5": "topk must be ENCODE/DECODE",
     "topk=15ns/-1ns": "topk must be a time",
-    "topk=1ns/fast": "topk must be a time.*got 'fast'",
     "topk:0.1=1/1": "no option 'topk:0.1'.*did you mean 'topk'",
     "jitter=normal:1": f"{JITTER}.*got 'normal:1'.*jitter=lognormal:0.2",
-    "jitter=none:1": JITTER,
-    "jitter=lognormal": f"{JITTER}.*with numbers of at least 0",
     "jitter=lognormal:-1": f"{JITTER}.*with numbers of at least 0",
     "jitter=uniform:1.5": "SHARE must be at most 1.*got 1.5",
     "jitter=quantiles:1": "ascending order.*got 1",
     "jitter=quantiles:2/1": "ascending order.*got 2/1",
     "jitter=quantiles:0/0": "the last one above 0; got 0/0",
     "10-8=5x": "for one worker .* or for several.*got '10-8'",
-    "0-999999999999=5x": "for one worker .* or for several",
     f"{'9' * 5000}=5x": "for one worker .* or for several",
 }
 
 
 def test_what_is_refused() -> None:
-    for text, words in REFUSED.items():
-        with pytest.raises(BadInput) as raised:
-            Compute.parse(text)
-        assert re.search(words, str(raised.value)), (text, raised.value)
+    all_refused(Compute.parse, REFUSED.items())
     with pytest.raises(UnknownName):
         Compute.parse("rate=1")
     for options in ({"row": -1.0}, {"step": math.nan}, {"factors": {-1: 2.0}}, {"factors": {0: 0.0}}):

@@ -6,24 +6,23 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations, product
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from meshes import mesh, ring
+from threads import in_threads
 
 from manyhands.comm.hierarchical import HierarchicalGroup
 from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES
-from manyhands.comm.ring.group import RingGroup
 from manyhands.comm.shared_memory.group import SharedMemory as Memory
 from manyhands.comm.shared_memory.group import SharedMemoryGroup
 from manyhands.engines.sim.collectives import RingCost, TreeCost
 from manyhands.engines.sim.costs import Cost, Costs, HierarchicalCost, SharedMemoryCost, SocketsCost
 from manyhands.engines.sim.network import NetworkState, SimNetworkSpec
-from manyhands.transport.channel import Channel
 
 MILLION, MS, US = 1_000_000, 1e-3, 1e-6
 ONE_HOST, HOSTS_OF_2 = "lan,workers_per_host=all", "lan,workers_per_host=2"
@@ -140,16 +139,8 @@ def test_costs_by_hand() -> None:
     assert hierarchy.reduce_scatter(1000, 4) == hierarchy.mean(1000, 4)
 
 
-def test_nobody_passes_on_what_it_does_not_have_yet() -> None:
-    for size in (2, 3, 5, 8, 13):
-        have = {1}
-        for edges in of(TreeCost, size)._tree(100, source=1):
-            assert {sender for sender, _, _ in edges} <= have, size
-            have |= {receiver for _, receiver, _ in edges}
-        assert have == set(range(size))
-
-
 def test_over_all_ranks_each_moves_what_every_group_moves() -> None:
+    """And nobody passes on what it does not have yet."""
     for family, size in product((RingCost, TreeCost), (2, 3, 4, 5, 8, 13)):
         algorithm, n = of(family, size, "lan,workers_per_host=3"), 1003
         sums = [sum(getattr(algorithm, name)(n, 4).bytes) for name in ("mean", "all_gather", "reduce_scatter")]
@@ -157,6 +148,11 @@ def test_over_all_ranks_each_moves_what_every_group_moves() -> None:
         for source in (0, size - 1):
             cost = algorithm.broadcast(n, 4, source)
             assert (sum(cost.bytes), sum(cost.messages)) == ((size - 1) * n * 4, size - 1), (family, size, source)
+        have = {1}
+        for edges in of(TreeCost, size)._tree(100, source=1):
+            assert {sender for sender, _, _ in edges} <= have, size
+            have |= {receiver for _, receiver, _ in edges}
+        assert have == set(range(size))
 
 
 # -- which algorithm a group takes -------------------------------------------------------------------------------------
@@ -234,29 +230,10 @@ def test_the_same_call_is_computed_once_and_lengths_that_always_differ_are_forgo
     assert max(len(group._known) for n in range(1, 500) if group.mean(n, 4)) <= 64
 
 
-def test_many_workers_on_many_hosts() -> None:
-    """1000 workers in 250 hosts: a ring's 1998 steps of 40 bytes between hosts."""
-    cost = costs("lan,workers_per_host=4,collective=ring", 1000).mean(10_000, 4)
-    assert cost.seconds == pytest.approx(1998 * (1e-4 + 0.32e-6))
-    assert sum(cost.bytes) == 2 * 999 * 40_000
-
-
 # -- ledgers of real groups ----------------------------------------------------------------------------------------------
 
 LENGTHS = (7, 1000, 300_000, 1_100_000)  # float32: 28 bytes to 4.4 MB, either side of each limit
 OPERATIONS = ("mean", "all_gather", "reduce_scatter", "broadcast")
-
-
-def ring_group(sockets: list[dict[int, socket.socket]], rank: int) -> RingGroup:
-    channels = {peer: Channel(sock, peer=f"worker {peer}", timeout_s=10.0) for peer, sock in sockets[rank].items()}
-    return RingGroup(rank, len(sockets), channels, timeout_s=30)
-
-
-def mesh(size: int) -> list[dict[int, socket.socket]]:
-    sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for low, high in combinations(range(size), 2):
-        sockets[low][high], sockets[high][low] = socket.socketpair()
-    return sockets
 
 
 def counted(group: Any) -> dict[tuple[str, int], tuple[int, int]]:
@@ -284,8 +261,7 @@ def counted(group: Any) -> dict[tuple[str, int], tuple[int, int]]:
 def check_ledgers(algorithm: Any, group_of: Callable[[int], Any]) -> None:
     """What each rank counts is what the model has."""
     size = algorithm.size
-    with ThreadPoolExecutor(size) as pool:
-        seen = list(pool.map(lambda rank: counted(group_of(rank)), range(size)))
+    seen = in_threads(size, lambda rank: counted(group_of(rank)))
     for name, n in product(OPERATIONS, LENGTHS):
         cost = getattr(algorithm, name)(n, 4, *([size - 1] if name == "broadcast" else []))
         assert [one[name, n] for one in seen] == list(zip(cost.bytes, cost.messages, strict=True)), (name, n)
@@ -294,7 +270,7 @@ def check_ledgers(algorithm: Any, group_of: Callable[[int], Any]) -> None:
 def test_the_ledger_of_sockets() -> None:
     for size in (2, 3, 5):
         sockets = mesh(size)
-        check_ledgers(of(SocketsCost, size), lambda rank, sockets=sockets: ring_group(sockets, rank))
+        check_ledgers(of(SocketsCost, size), partial(ring, sockets, timeout_s=30))
 
 
 def test_the_ledger_of_shared_memory_and_of_hosts_of_two_and_one() -> None:
@@ -306,7 +282,7 @@ def test_the_ledger_of_shared_memory_and_of_hosts_of_two_and_one() -> None:
 
     def hierarchical(rank: int) -> HierarchicalGroup:
         host, place = divmod(rank, 2)
-        across = ring_group(sockets, host) if place == 0 else None
+        across = ring(sockets, host, timeout_s=30) if place == 0 else None
         return HierarchicalGroup(rank, layout, local(1 + host, place, len(layout[host])), across)
 
     try:

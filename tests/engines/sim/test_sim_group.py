@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sim_world import in_group, meeting_of, run
+from sim_world import in_group, meeting_of
 
 from manyhands.comm.reducing import reduce_everywhere, shares_of
 from manyhands.engines.sim import group as group_module
@@ -25,7 +26,7 @@ LINE = "latency=1,bandwidth=8e6"  # 1 s, and 1 MB a second
 
 @pytest.mark.parametrize(("size", "network"), [(1, ""), (3, "lan")])
 def test_conformance(size: int, network: str) -> None:
-    def program(group: SimGroup) -> None:
+    def program(group: SimGroup, _: Timeline) -> None:
         for check in GROUP_SUITE.values():
             check(group)
 
@@ -34,7 +35,8 @@ def test_conformance(size: int, network: str) -> None:
 
 def test_with_error_feedback_the_rounding_of_the_mean_waits_too() -> None:
     weights = [3.0, 1.0]
-    check_feedback(in_group(2, feedback("bf16", weights, 200))[0], weights, 200)
+    program = feedback("bf16", weights, 200)
+    check_feedback(in_group(2, lambda group, _: program(group))[0], weights, 200)
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------
@@ -52,7 +54,7 @@ def test_the_bits_of_workers_on_one_host(n: int) -> None:
             if len(pieces[0]):
                 reduce_everywhere(pieces, shares_of(weights, sum(weights)))
 
-    def program(group: SimGroup) -> None:
+    def program(group: SimGroup, _: Timeline) -> None:
         for dtype, parts in wanted.items():
             mine = vectors(group, n, dtype)[group.rank]
             group.mean_(mine, weights[group.rank])
@@ -61,26 +63,7 @@ def test_the_bits_of_workers_on_one_host(n: int) -> None:
     in_group(size, program)
 
 
-def test_the_same_seed_gives_the_same_bits_and_times() -> None:
-    def program(group: SimGroup) -> tuple[list[float], float]:
-        value = torch.randn(100, generator=torch.Generator().manual_seed(group.rank))
-        for step in range(5):
-            group.mean_(value.mul_(1.1), 1.0 + (group.rank + step) % 3)
-        return value.tolist(), group.waited_s
-
-    first, second = (in_group(4, program, "lan", seed=3) for _ in range(2))
-    assert (first[0], first[1].now) == (second[0], second[1].now)
-
-
 # -- time ------------------------------------------------------------------------------------------------------------
-
-
-def timed(size: int, program: Callable[[SimGroup, Timeline], Any]) -> tuple[list[Any], list[SimGroup], Any]:
-    timeline = Timeline()
-    meeting = meeting_of(timeline, size, LINE)
-    groups = [SimGroup(meeting, rank) for rank in range(size)]
-    values = run(timeline, [lambda group=group: program(group, timeline) for group in groups])  # type: ignore[misc]
-    return values, groups, meeting
 
 
 def test_a_collective_begins_with_the_last_arrival() -> None:
@@ -91,7 +74,7 @@ def test_a_collective_begins_with_the_last_arrival() -> None:
         group.mean_(torch.ones(1000))
         return timeline.now
 
-    values, groups, meeting = timed(3, program)
+    values, groups, meeting = in_group(3, program, LINE)
     seconds = meeting.costs.mean(1000, 4).seconds
     assert seconds > 1.0
     assert values == [2.0 + seconds] * 3
@@ -117,7 +100,7 @@ def test_a_started_mean_travels_while_its_worker_computes() -> None:
             times.append(timeline.now)
         return times
 
-    values, groups, meeting = timed(2, program)
+    values, groups, meeting = in_group(2, program, LINE)
     seconds = meeting.costs.mean(1000, 4).seconds
     over = seconds + 100.0
     assert values == [pytest.approx([0.5, seconds, over, over + seconds, over + 2 * seconds, over + 3 * seconds])] * 2
@@ -132,7 +115,7 @@ def test_the_ledger_is_what_the_algorithm_sends() -> None:
         group.all_gather_json({"rank": group.rank})
         group.mean_(torch.ones(1000), 0.0)
 
-    _, groups, meeting = timed(3, program)
+    _, groups, meeting = in_group(3, program, LINE)
     costs = {"mean_": meeting.costs.mean(1000, 4), "broadcast_": meeting.costs.broadcast(10, 4, 1)}
     for rank, group in enumerate(groups):
         assert group.ledger.as_dict() == {
@@ -164,7 +147,7 @@ def test_a_message_takes_its_time_and_its_sender_none() -> None:
                 assert (timeline.now, group.waited_s) == (5.0, 3.0)
         return timeline.now, got
 
-    values, groups, _ = timed(2, program)
+    values, groups, _ = in_group(2, program, LINE)
     assert values[0] == (3.0, [])
     assert values[1][1] == [0.0, 1.0, 2.0, 3.0]
     assert groups[0].waited_s == 0.0
@@ -176,7 +159,7 @@ def test_a_message_takes_its_time_and_its_sender_none() -> None:
 def test_what_is_shared_and_what_is_each_ranks_own() -> None:
     """1,000 workers have memory for their own tensors only: nobody keeps one beyond the call, also not for a handle that waits."""
 
-    def program(group: SimGroup) -> Any:
+    def program(group: SimGroup, _: Timeline) -> Any:
         own = group.allocate(3, torch.float32)
         mine = group.share(own, 1)
         assert (mine.data_ptr() == own.data_ptr()) == (group.rank == 1)
@@ -255,20 +238,20 @@ def test_what_the_dead_had_started_counts() -> None:
     assert [error for error, _ in errors_of(2, program, kills=[(1, 0.5)])] == [None, None]
 
 
-@pytest.mark.parametrize("goodbye", [False, True])
-def test_the_dead_do_not_speak(goodbye: bool) -> None:
+def test_the_dead_do_not_speak() -> None:
     """What a killed program calls while it ends reaches nobody."""
 
-    def program(group: SimGroup, timeline: Timeline) -> None:
+    def program(goodbye: bool, group: SimGroup, timeline: Timeline) -> None:
         try:
             timeline.sleep(10.0 if group.rank == 0 else 0.5)
         finally:
             (group.close if goodbye and group.rank == 0 else group.barrier)()
 
-    (dead, _), (other, when) = errors_of(2, program, kills=[(0, 1.0)], notice_s=2.0)
-    assert dead is None
-    assert isinstance(other, PeerLost)
-    assert when == 3.0
+    for goodbye in (False, True):
+        (dead, _), (other, when) = errors_of(2, partial(program, goodbye), kills=[(0, 1.0)], notice_s=2.0)
+        assert dead is None
+        assert isinstance(other, PeerLost)
+        assert when == 3.0
 
 
 @pytest.mark.parametrize("operation", ["mean_", "receive_"])
@@ -296,6 +279,11 @@ def test_silence_has_an_end(operation: str) -> None:
 
 def test_different_calls_are_named_to_all() -> None:
     one, ones = torch.ones(3), torch.ones(4)
+
+    def program(*calls: Callable[[Any], Any], group: SimGroup, timeline: Timeline) -> None:
+        timeline.sleep(float(group.rank))
+        calls[group.rank](group)
+
     for first, other, words in (
         (lambda g: g.barrier(), lambda g: g.mean_(one), ("barrier", "mean_ of 3 float32")),
         (lambda g: g.mean_(ones), lambda g: g.mean_(one), ("mean_ of 4 float32", "mean_ of 3")),
@@ -303,35 +291,19 @@ def test_different_calls_are_named_to_all() -> None:
         (lambda g: g.broadcast_(one, 0), lambda g: g.broadcast_(one, 1), ("from worker 0", "from worker 1")),
         (lambda g: g.share(one, 0), lambda g: g.broadcast_(one, 0), ("share from worker 0", "broadcast_ from")),
     ):
-
-        def program(group: SimGroup, timeline: Timeline, first: Any = first, other: Any = other) -> None:
-            timeline.sleep(float(group.rank))
-            (other if group.rank == 1 else first)(group)
-
-        for error, _ in errors_of(3, program):
+        for error, _ in errors_of(3, lambda g, t, calls=(first, other, first): program(*calls, group=g, timeline=t)):  # type: ignore[misc]
             assert type(error) is ManyhandsError
             assert "the workers called different operations" in str(error)
             assert all(word in str(error) for word in words), (words, error)
-
-
-def test_a_letter_of_another_shape_is_refused() -> None:
-    def program(group: SimGroup, timeline: Timeline) -> None:
-        if group.rank == 0:
-            group.send(torch.ones(3), 1)
-        elif group.rank == 1:
-            group.receive_(torch.ones(4), 0)
-        else:
-            group.barrier()
-
-    for error, _ in errors_of(3, program)[1:]:
+    letters: Any = lambda g: g.send(one, 1), lambda g: g.receive_(ones, 0), lambda g: g.barrier()
+    for error, _ in errors_of(3, lambda g, t: program(*letters, group=g, timeline=t))[1:]:
         assert "worker 1 expected send of 4 float32 from worker 0 at step 0; send of 3 float32 came" in str(error)
 
 
-@pytest.mark.parametrize("first", [0.0, 2.0])
-def test_who_left_is_not_waited_for(first: float) -> None:
+def test_who_left_is_not_waited_for() -> None:
     """Before others come to wait for it, or while they do."""
 
-    def program(group: SimGroup, timeline: Timeline) -> None:
+    def program(first: float, group: SimGroup, timeline: Timeline) -> None:
         group.barrier()
         timeline.sleep(first if group.rank else 1.0)
         if group.rank == 0:
@@ -342,19 +314,11 @@ def test_who_left_is_not_waited_for(first: float) -> None:
         else:
             group.barrier()
 
-    (_, _), (error, when) = errors_of(2, program)
-    assert isinstance(error, PeerLost)
-    assert (error.rank, when) == (0, max(1.0, first))
-    assert "left the group" in str(error)
-
-
-def test_leaving_after_the_last_call_harms_nobody() -> None:
-    def program(group: SimGroup, timeline: Timeline) -> None:
-        for _ in range(3):
-            group.mean_(torch.ones(2))
-        group.close()
-
-    assert [error for error, _ in errors_of(3, program, network="lan")] == [None] * 3
+    for first in (0.0, 2.0):
+        (_, _), (error, when) = errors_of(2, partial(program, first))
+        assert isinstance(error, PeerLost)
+        assert (error.rank, when) == (0, max(1.0, first))
+        assert "left the group" in str(error)
 
 
 def test_what_fails_while_all_are_there_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

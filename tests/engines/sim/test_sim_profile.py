@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.engines.sim.network import SimNetworkSpec
 from manyhands.engines.sim.profile import Profile
 from manyhands.errors import BadInput
+from refusals import refused
 
 LOCAL = {"latency": 1 / 3 * 1e-4, "bandwidth": 7.1e9, "workers_per_host": 1 << 40, "local_latency": 1e-6 / 7}
 CODECS = {"onebit": Coding(1e-9 / 3, 1e-9 / 7), "threshold": Coding(1e-9, 0.0, 1e-8 / 3, 1e-8 / 7)}
@@ -68,25 +68,19 @@ def test_an_engine_reads_it_once_and_goes_by_what_it_read(path: Path) -> None:
 
 NO_PROFILE = {  # what the file has in it, or the changes of it
     b"": "is not JSON.*write it again with",
-    b"{": "is not JSON",
     b"\xff\xfe": "is not JSON",
-    b"{}x": "is not JSON",
     b"[]": "is not a profile of manyhands",
     b"{}": "is not a profile of manyhands",
-    b'"text"': "is not a profile of manyhands",
     b'{"kind": "other"}': "is not a profile of manyhands",
 }
 DAMAGED: list[tuple[dict[str, Any], str]] = [
     *(({"schema": schema}, f"has schema {schema!r}, and this version reads 1") for schema in (2, "1", None)),
     ({"compute": None, "extra": 1}, "lacks compute, has extra, which is unknown"),
     ({"compute": "row=fast"}, "is damaged: compute: row must be a time"),
-    ({"compute": "topk=1ns/-1ns"}, "is damaged: compute: topk must be a time"),
     ({"networks": {"local": "speed=1"}}, "is damaged: network has no option 'speed'"),
     ({"networks": {"sockets": "lan"}}, "is damaged: a profile must have a network 'local'"),
     ({"networks": "lan"}, "is damaged: networks has the wrong type"),
-    ({"networks": {"local": 1}}, "is damaged: networks has the wrong type"),
     ({"workers": "two"}, 'is damaged: workers has the wrong type: "two"'),
-    ({"workers": True}, "is damaged: workers has the wrong type"),
     ({"workers": 0}, "is damaged: a profile must be of at least 1 worker; got 0"),
     ({"batch_sizes": [1.5]}, "is damaged: batch_sizes has the wrong type"),
     ({"errors": {"allreduce": "small"}}, "is damaged: errors has the wrong type"),
@@ -103,9 +97,7 @@ def test_what_is_no_profile(path: Path, tmp_path: Path) -> None:
         contents[json.dumps(values).encode()] = words
     for content, words in contents.items():
         path.write_bytes(content)
-        with pytest.raises(BadInput) as raised:
-            Profile.load(path)
-        assert re.search(words, str(raised.value)), (content, raised.value)
+        refused(words, Profile.load, path, case=content)
 
 
 def test_what_no_profile_may_say() -> None:

@@ -21,6 +21,7 @@ from manyhands.server.store import InvalidCall
 from manyhands.testing.server_suite import SERVER_SUITE
 
 ADD, IN_STEP, BOUND_1 = (ServerSpec(rule="add", bound=bound) for bound in (None, 0, 1))
+QUORUM = ServerSpec(rule="quorum", bound=16)
 NETWORKS = {
     "free": ("", ""),
     "lossy": ("latency=1ms,bandwidth=1Mbit", "drop=0.1,duplicate=0.1,delay=0.1:0.5,reorder=0.1"),
@@ -136,31 +137,27 @@ def test_calls_take_a_message_there_and_back() -> None:
 
 def test_only_who_is_first_sends_its_center() -> None:
     """The others ask whether they are, and wait until it is there."""
-    world = World(workers=3, network="latency=1,bandwidth=8000")
 
     def program(client: Any, world: World) -> tuple[float, int]:
         client.initialize(torch.full((1000,), world.now))
         return world.now, client.ledger.total_bytes
 
+    world = World(workers=3, network="latency=1,bandwidth=8000")
     assert sorted(world.run(program, program, program)) == [(8.0, 0), (8.0, 0), (8.0, 4000)]
 
 
-@pytest.mark.parametrize(
-    ("compute", "wanted"),
-    [
-        ("merge=1ms", [4.0, 8.0, 12.0]),  # 1 ms a byte, 4 s a push, one at a time
-        ("request=2,merge=1ms", [6.0, 10.0, 14.0]),  # 2 s a call, in which the shard is free for others
-    ],
-)
-def test_a_shard_works_on_one_push_at_a_time(compute: str, wanted: list[float]) -> None:
-    world = World(workers=3, compute=compute)
-
+def test_a_shard_works_on_one_push_at_a_time() -> None:
     def program(client: Any, world: World) -> float:
         ready(client)
         world.sleep(100.0)
         return taken(world, lambda: client.push(torch.ones(1000)))
 
-    assert sorted(world.run(program, program, program)) == pytest.approx(wanted)
+    for compute, wanted in (
+        ("merge=1ms", [4.0, 8.0, 12.0]),  # 1 ms a byte, 4 s a push, one at a time
+        ("request=2,merge=1ms", [6.0, 10.0, 14.0]),  # 2 s a call, in which the shard is free for others
+    ):
+        world = World(workers=3, compute=compute)
+        assert sorted(world.run(program, program, program)) == pytest.approx(wanted)
 
 
 def test_time_at_the_gate_is_waiting_and_the_way_there_is_not() -> None:
@@ -189,23 +186,6 @@ def test_a_pull_is_what_the_shard_has_when_it_handles_it() -> None:
         return pulled(client), world.now
 
     assert world.run(puller, pushing(19.5, 22.0))[0] == ([1.0], 22.0)
-
-
-def test_ties_are_the_seeds() -> None:
-    def first_come(seed: int) -> list[Any]:
-        world, log = World(workers=6, seed=seed), []
-
-        def program(rank: int, client: Any, world: World) -> None:
-            ready(client, 6)
-            for _ in range(2):
-                world.sleep(1.0)
-                client.push(torch.ones(6))
-                log.append((rank, client.drain_journal()["pushes"][-1][0]))
-
-        world.run(*[partial(program, rank) for rank in range(6)])
-        return log
-
-    assert first_come(1) == first_come(1) != first_come(2)
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -263,51 +243,35 @@ def test_a_push_is_applied_once(fates: list[list[float]], seconds: float, times:
     assert world.run(program) == [(seconds, [1.0] * 3, times)]
 
 
-def test_a_tick_counts_once_however_often_it_arrives() -> None:
-    world = written(spec=BOUND_1)
-
-    def program(client: Any, world: World) -> None:
-        ready(client, 1)
-        scripted(world, [0.0, 0.5, 1.0])
-        client.tick()
-        world.sleep(5.0)
-
-    world.run(program)
-    assert world.servers.stores[0]._gate.finished(0) == 1
-
-
-@pytest.mark.parametrize("between", [False, True], ids=["newest", "older"])
-def test_a_late_copy_of_a_pull_does_not_touch_the_tensor(between: bool) -> None:
+def test_a_request_that_comes_again_gets_the_answer_that_was_lost() -> None:
+    """Not what the shard has by then: the push is there at 26, and the pull comes for the second time at 33."""
     world = written(workers=2)
 
-    def puller(client: Any, world: World) -> float:
+    def puller(client: Any, world: World) -> list[float]:
+        ready(client, 1)
+        world.until(20.0)
+        scripted(world, [0.0], [])
+        return pulled(client)
+
+    assert world.run(puller, pushing(25.0))[0] == [0.0]
+
+
+def test_a_late_copy_of_a_pull_does_not_touch_the_tensor() -> None:
+    """Whether or not it is this worker's newest request."""
+
+    def puller(between: bool, client: Any, world: World) -> float:
         ready(client, 1)
         world.until(20.0)
         scripted(world, [0.0, 30.0])
         client.pull(into := torch.zeros(1))
         into.fill_(7.0)
-        if between:  # it is not this worker's newest request any more
+        if between:
             client.center(torch.zeros(1))
         world.sleep(60.0)
         return float(into)
 
-    assert world.run(puller, pushing(30.0))[0] == 7.0
-
-
-def test_a_held_answer_that_gets_lost_is_asked_for_again() -> None:
-    """Both answers leave at 51, and are missed 10 s later at the latest."""
-    world = written(spec=IN_STEP, workers=2)
-
-    def program(begins: float, client: Any, world: World) -> float:
-        ready(client, 1)
-        world.until(begins)
-        if begins == 50.0:
-            scripted(world, [0.0], [], [])  # the request arrives; both answers are lost
-        client.tick()
-        return world.now
-
-    for end in world.run(partial(program, 20.0), partial(program, 50.0)):
-        assert 60.0 < end <= 65.0
+    for between in (False, True):
+        assert written(workers=2).run(partial(puller, between), pushing(30.0))[0] == 7.0
 
 
 def test_a_shard_that_never_answers_is_lost_at_last() -> None:
@@ -328,7 +292,6 @@ def test_a_shard_that_never_answers_is_lost_at_last() -> None:
 
 def test_a_deadlock_is_seen_also_where_messages_get_lost() -> None:
     """Who waits for others does not ask again for ever."""
-    world = World(IN_STEP, workers=2, faults="drop=0.1")
 
     def waits(client: Any, world: World) -> None:
         ready(client, 1)
@@ -336,7 +299,7 @@ def test_a_deadlock_is_seen_also_where_messages_get_lost() -> None:
         client.tick()
 
     with pytest.raises(Deadlock, match="0 waits for its answer of server.tick"):
-        world.run(waits, lambda client, world: ready(client, 1))
+        World(IN_STEP, workers=2, faults="drop=0.1").run(waits, lambda client, world: ready(client, 1))
 
 
 def test_nothing_is_sent_again_while_it_is_on_its_way() -> None:
@@ -380,14 +343,10 @@ def test_who_waits_for_a_worker_too_long_hears_for_whom() -> None:
         assert world.ends[rank][1] == pytest.approx(200 + 20 + 20 + 20 + 5)
 
 
-def test_an_answer_that_waits_for_another_workers_push_names_that_worker() -> None:
-    world = World(ServerSpec(rule="quorum", bound=16), workers=2, timeout_s=5)
+def test_who_waits_for_a_push_or_a_first_center_too_long_hears_for_what() -> None:
     with pytest.raises(PeerLost, match="worker 1 on host1 made no progress") as raised:
-        world.run(pushing(10.0), pushing(110.0))
+        World(QUORUM, workers=2, timeout_s=5).run(pushing(10.0), pushing(110.0))
     assert raised.value.rank == 1
-
-
-def test_who_waits_too_long_for_a_first_center_hears_it() -> None:
     with pytest.raises(ManyhandsError, match="waited 5 s in server.pull for .* one worker must call server.initialize"):
         World(timeout_s=5).run(lambda client, world: client.pull(torch.zeros(1)))
 
@@ -399,21 +358,18 @@ def test_answers_are_not_kept() -> None:
         ready(client, 3)
         return weakref.ref(client.push(torch.ones(3)).answer)()
 
-    assert World(ServerSpec(rule="quorum", bound=16)).run(program) == [None]
+    assert World(QUORUM).run(program) == [None]
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "at"),
-    [({"network": "latency=1"}, 10.0), ({"compute": "merge=1s"}, 11.0)],
-    ids=["before the push", "while it is merged"],
-)
-def test_a_paused_shard_answers_later(options: dict[str, str], at: float) -> None:
-    world = World(**options)
-    world.timeline.at(at, lambda: world.servers.shards[0].pause(10.0))
-    assert world.run(pushing(10.0)) == [11.0]
+def test_a_paused_shard_answers_later() -> None:
+    """Before the push comes, or while it is merged."""
+    for options, at in (({"network": "latency=1"}, 10.0), ({"compute": "merge=1s"}, 11.0)):
+        world = World(**options)  # type: ignore[arg-type]
+        world.timeline.at(at, partial(world.servers.shards[0].pause, 10.0))
+        assert world.run(pushing(10.0)) == [11.0]
 
 
 @pytest.mark.parametrize("when", [0.5, 1.0, 1.5])
@@ -430,24 +386,21 @@ def test_a_restarted_shard_has_its_store_and_nothing_else(when: float) -> None:
     assert world.run(program) == [(when + 5.0 + 2.0, [2.0, 2.0], 1)]
 
 
-def test_what_is_sent_to_a_shard_that_is_gone_is_lost() -> None:
+def test_what_is_sent_to_a_shard_that_is_gone_is_lost_and_it_knows_who_waits_at_its_gate() -> None:
     """Also where it would arrive after it is back: sent at 1 it would at 11, but the shard is back at 5, and asked again then."""
     world = World(network="latency=10")
     world.timeline.at(100.0, lambda: world.servers.restart_shard(0, 5.0))
     assert world.run(pushing(101.0)) == [4.0 + 20.0]
 
-
-def test_a_restarted_shard_knows_who_waits_at_its_gate() -> None:
-    world = World(IN_STEP, workers=2, network="latency=1")
-
-    def program(at: float, client: Any, world: World) -> float:
+    def ticking(at: float, client: Any, world: World) -> float:
         ready(client, 1)
         world.until(at)
         client.tick()
         return world.now
 
+    world = World(IN_STEP, workers=2, network="latency=1")
     world.timeline.at(25.0, lambda: world.servers.restart_shard(0, 5.0))
-    assert world.run(partial(program, 20.0), partial(program, 40.0)) == [42.0, 42.0]
+    assert world.run(partial(ticking, 20.0), partial(ticking, 40.0)) == [42.0, 42.0]
 
 
 def test_a_killed_shard_is_everybodys_loss() -> None:
@@ -471,13 +424,11 @@ def test_a_killed_shard_is_everybodys_loss() -> None:
     assert (when, then) == (25.0, 40.0)
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-def test_a_lost_worker_holds_nobody_up(bound: int) -> None:
+def test_a_lost_worker_holds_nobody_up() -> None:
     """CASE 11: it blocks the others at the bound until it is declared lost, and then no longer. What it pushed before counts; what
-    it says while it dies reaches nobody."""
-    world = World(ServerSpec(rule="add", bound=bound), workers=2, shards=2, network="latency=1")
+    it says while it dies reaches nobody, nor does what was under way when it was declared lost."""
 
-    def survivor(client: Any, world: World) -> Any:
+    def survivor(bound: int, client: Any, world: World) -> Any:
         ready(client, 2)
         world.until(20.0)
         for _ in range(bound + 2):
@@ -493,28 +444,21 @@ def test_a_lost_worker_holds_nobody_up(bound: int) -> None:
         finally:
             client.close()
 
-    living, dying = world.start(0, survivor), world.start(1, victim)
-    world.kill(1, 23.0, 40.0)
-    world.timeline.run()
-    assert (living.error, dying.error) == (None, None)
-    end, center = living.value
-    assert 40.0 < end < 50.0
-    assert center == [1.0, 1.0]
-
-
-def test_what_comes_from_the_lost_is_ignored() -> None:
-    """Its push was under way when it was declared lost."""
+    for bound in (0, 1):
+        world = World(ServerSpec(rule="add", bound=bound), workers=2, shards=2, network="latency=1")
+        living, dying = world.start(0, partial(survivor, bound)), world.start(1, victim)
+        world.kill(1, 23.0, 40.0)
+        world.timeline.run()
+        assert (living.error, dying.error) == (None, None)
+        end, center = living.value
+        assert 40.0 < end < 50.0
+        assert center == [1.0, 1.0]
     world = World(workers=2, network="latency=5")
-
-    def survivor(client: Any, world: World) -> list[float]:
-        ready(client, 1)
-        world.until(60.0)
-        return pulled(client)
-
-    living, _ = world.start(0, survivor), world.start(1, pushing(40.0))
+    for rank, time in enumerate((60.0, 40.0)):
+        world.start(rank, pushing(time))
     world.kill(1, 42.0, 43.0)
     world.timeline.run()
-    assert living.value == [0.0]
+    assert world.servers.stores[0].center.tolist() == [1.0]
 
 
 def test_who_was_declared_lost_and_lives_is_refused() -> None:

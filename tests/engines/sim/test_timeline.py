@@ -67,8 +67,8 @@ def test_a_cell_wakes_who_waits_at_the_time_when_it_is_set() -> None:
     assert run(timeline, [waits, sets]) == [(1.0, "first", 2.0), ("first", 3.0)]
 
 
-def test_what_is_cancelled_does_not_happen_and_takes_no_time() -> None:
-    timeline, log = Timeline(), []
+def test_what_is_cancelled_takes_no_time_and_a_paused_program_goes_on_when_the_pause_is_over() -> None:
+    timeline, log = Timeline(), list[Any]()
     due = timeline.at(5.0, lambda: log.append("cancelled"))
     due.cancel()
     due.cancel()
@@ -76,6 +76,17 @@ def test_what_is_cancelled_does_not_happen_and_takes_no_time() -> None:
     while timeline.advance():
         pass
     assert (log, timeline.now) == (["happened"], 1.0)
+    timeline, log = Timeline(), []
+
+    def program() -> None:
+        for _ in range(3):
+            timeline.sleep(1.0)
+            log.append(timeline.now)
+
+    victim = timeline.start(0, program)
+    timeline.at(1.5, lambda: setattr(victim, "paused_until", 4.0))
+    timeline.run()
+    assert log == [1.0, 4.0, 5.0]
 
 
 def test_stuck_names_who_waits_for_what() -> None:
@@ -85,16 +96,35 @@ def test_stuck_names_who_waits_for_what() -> None:
         run(timeline, programs)
 
 
-def test_an_error_is_kept_and_ends_only_its_program() -> None:
+def test_an_error_is_kept_and_ends_only_its_program_unless_on_end_raises_it() -> None:
+    log: list[float] = []
+
+    def programs(timeline: Timeline) -> list[SimProgram]:
+        def other() -> str:
+            try:
+                timeline.sleep(100.0)
+                return "value"
+            finally:
+                log.append(timeline.now)
+
+        def fails() -> None:
+            timeline.sleep(1.0)
+            raise ValueError("mine")
+
+        return [timeline.start(0, other), timeline.start(1, fails)]
+
     timeline = Timeline()
-
-    def fails() -> None:
-        raise ValueError("mine")
-
-    failed, other = timeline.start(0, fails), timeline.start(1, lambda: timeline.sleep(1.0) or "value")
+    other, failed = programs(timeline)
     timeline.run()
     assert isinstance(failed.error, ValueError)
     assert (other.value, other.error) == ("value", None)
+    timeline = Timeline()
+    timeline.on_end = raise_errors
+    started = programs(timeline)
+    with pytest.raises(ValueError, match="mine"):
+        timeline.run()
+    assert log == [100.0, 1.0], "the other was ended then and there"
+    assert all(program.ended for program in started)
 
 
 def test_kill_runs_finally_blocks_and_is_no_error() -> None:
@@ -126,41 +156,6 @@ def test_kill_runs_finally_blocks_and_is_no_error() -> None:
     assert ended[:2] == [program, late]
     assert timeline.now == 4.5
     assert not timeline.is_dead
-
-
-def test_a_paused_program_goes_on_when_the_pause_is_over() -> None:
-    timeline, log = Timeline(), []
-
-    def program() -> None:
-        for _ in range(3):
-            timeline.sleep(1.0)
-            log.append(timeline.now)
-
-    victim = timeline.start(0, program)
-    timeline.at(1.5, lambda: setattr(victim, "paused_until", 4.0))
-    timeline.run()
-    assert log == [1.0, 4.0, 5.0]
-
-
-def test_what_on_end_raises_ends_all_programs() -> None:
-    timeline, log = Timeline(), []
-
-    def other() -> None:
-        try:
-            timeline.sleep(100.0)
-        finally:
-            log.append(timeline.now)
-
-    def fails() -> None:
-        timeline.sleep(1.0)
-        raise ValueError("first")
-
-    timeline.on_end = raise_errors
-    programs = [timeline.start(0, other), timeline.start(1, fails)]
-    with pytest.raises(ValueError, match="first"):
-        timeline.run()
-    assert log == [1.0], "the other was ended then and there"
-    assert all(program.ended for program in programs)
 
 
 def test_an_interrupt_of_the_cleanup_still_restores_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

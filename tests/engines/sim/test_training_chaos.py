@@ -26,12 +26,8 @@ import manyhands as mh
 from chaos import expect, first_broken, keeps
 from manyhands.data.slice_ledger import SliceLedger
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.driver.membership import Membership
 from manyhands.engines.sim import engine as sim_engine
-from manyhands.engines.sim.copies import LoggedStore
-from manyhands.engines.sim.driver_client import SimDriverClient
 from manyhands.engines.sim.elastic import ElasticSimulation
-from manyhands.engines.sim.server import SimServer, SimServers
 from manyhands.engines.sim.shard import SimShard
 from manyhands.engines.sim.simulation import Simulation
 from manyhands.engines.sim.timeline import SimProgram
@@ -39,7 +35,6 @@ from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.events import Event
 from manyhands.server.client import ShardLost
 from manyhands.strategies import strategy_of
-from manyhands.worker import LastPushes
 
 BATCH, TICKS = 12, 6  # slices are equal with one to four workers
 ROWS = BATCH * TICKS
@@ -383,85 +378,20 @@ def _check_steps(schedule: Schedule, moved: Tensor) -> None:
 
 # -- the search --------------------------------------------------------------------------------------------------------
 
-Patch = pytest.MonkeyPatch
 
-
-def blanks_only(patch: Patch) -> None:
-    """Rule 1 out: starts anew at step 0 with whoever is there."""
-    patch.setattr(Membership, "_may_form_of", lambda membership, waiting: True)
-
-
-def before_all_asked(patch: Patch) -> None:
-    """Rule 1 out: does not wait until all live members of the last generation have requested."""
-    plain = Membership._form
-
-    def form(membership: Membership, now: float) -> None:
-        members, generation = membership._members, membership.generation
-        if membership.phase == "gathering" and membership._waiting():
-            membership._members = set()
-        plain(membership, now)
-        if membership.generation == generation:
-            membership._members = members
-
-    patch.setattr(Membership, "_form", form)
-
-
-def loses_who_has_not_asked(patch: Patch) -> None:
-    """Rule 2 out: whoever has not requested when others have is lost."""
-    plain = Membership._must_request_by
-
-    def must_request_by(membership: Membership, worker: Any) -> float:
-        return membership._since if membership.phase == "gathering" else plain(membership, worker)
-
-    patch.setattr(Membership, "_must_request_by", must_request_by)
-
-
-def interrupts_of_any_generation(patch: Patch) -> None:
-    patch.setattr(SimDriverClient, "interrupted", lambda driver, generation: driver.interrupt >= 0)
-
-
-def without_fence(patch: Patch) -> None:
+def without_fence(shard: SimShard, worker: int, generation: int) -> tuple[int, int]:
     """What still comes of a lost worker enters."""
-
-    def fence(shard: SimShard, worker: int, generation: int) -> tuple[int, int]:
-        state = shard.store._states[worker]
-        sequence = state.sequence if state.generation == generation else 0
-        return sequence, shard.store.pushed_in(worker, generation)
-
-    patch.setattr(SimShard, "fence", fence)
+    state = shard.store._states[worker]
+    sequence = state.sequence if state.generation == generation else 0
+    return sequence, shard.store.pushed_in(worker, generation)
 
 
-def own_count(patch: Patch) -> None:
-    """What a lost worker has answers of stands for what the shard has of it."""
-    plain = SimServers.fence
-
-    def fence(servers: SimServers, worker: int, closed: Callable[[LastPushes], None]) -> None:
-        client = servers.clients[worker]
-        assert isinstance(client, SimServer)
-        plain(servers, worker, lambda has: closed(LastPushes([client.pushes] * len(has.numbers), has.ticks)))
-
-    patch.setattr(SimServers, "fence", fence)
-
-
-def orphans_left_out(patch: Patch) -> None:
+def orphans_left_out(ledger: SliceLedger, until: int, survivors: Any, plain: Any = SliceLedger.reassign) -> Any:
     """What a lost worker had of a round is nobody's."""
-    plain = SliceLedger.reassign
-
-    def reassign(ledger: SliceLedger, until: int, survivors: Any) -> Any:
-        made, orphaned = plain(ledger, until, survivors)
-        return (ledger, []) if orphaned else (made, orphaned)
-
-    patch.setattr(SliceLedger, "reassign", reassign)
+    made, orphaned = plain(ledger, until, survivors)
+    return (ledger, []) if orphaned else (made, orphaned)
 
 
-def ticks_without_numbers(patch: Patch) -> None:
-    """A tick that comes again, to a shard's next primary, counts again."""
-    plain = LoggedStore.tick
-    patch.setattr(LoggedStore, "tick", lambda store, worker, bits, number=0: plain(store, worker, bits))
-
-
-MUTATIONS = (blanks_only, loses_who_has_not_asked, interrupts_of_any_generation, own_count, ticks_without_numbers)
-FOUND_SOON = (before_all_asked, without_fence, orphans_left_out)
 KINDS = (schedule_of, server_schedule_of, staying_schedule_of)
 
 
@@ -488,30 +418,18 @@ def test_many_more_schedules_keep_all_promises(
     keeps(check, map(draw, range(12 + each * block, 12 + each * (block + 1))))
 
 
-@pytest.mark.parametrize("mutation", FOUND_SOON)
-def test_the_search_finds_a_rule_that_is_left_out(mutation: Callable[[Patch], None]) -> None:
-    with Patch.context() as patch:
-        mutation(patch)
-        found = first_broken(check, map(schedule_of, range(10_000)))
-    check(found)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_longer_search_finds_a_rule_that_is_left_out(mutation: Callable[[Patch], None]) -> None:
-    test_the_search_finds_a_rule_that_is_left_out(mutation)
-
-
-def test_the_search_at_servers_finds_an_open_fence() -> None:
-    with Patch.context() as patch:
-        without_fence(patch)
-        found = first_broken(check, map(server_schedule_of, range(10_000)))
-    check(found)
-
-
-def test_the_search_among_members_that_stay_finds_a_death_that_nobody_hears_of() -> None:
-    with Patch.context() as patch:
-        patch.setattr(Simulation, "_ended", lambda simulation, program: None)
-        found = first_broken(check, map(staying_schedule_of, range(1000)))
+@pytest.mark.parametrize(
+    ("draw", "owner", "method", "wrong"),
+    [
+        (schedule_of, SimShard, "fence", without_fence),
+        (server_schedule_of, SimShard, "fence", without_fence),
+        (schedule_of, SliceLedger, "reassign", orphans_left_out),
+        (staying_schedule_of, Simulation, "_ended", lambda simulation, program: None),  # nobody hears of a death
+    ],
+)
+def test_the_search_finds_a_rule_that_is_left_out(draw: Any, owner: Any, method: str, wrong: Any) -> None:
+    """Those of Membership are left out in test_membership_chaos.py, those of copies in test_replication_chaos.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, wrong)
+        found = first_broken(check, map(draw, range(10_000)))
     check(found)
