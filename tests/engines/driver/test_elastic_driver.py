@@ -208,14 +208,18 @@ def gate(run: Run, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def test_a_host_that_joins_is_a_spare_until_a_place_is_free(run: Run, gate: Gate) -> None:
-    gamma = Scripted("gamma", [])
-    gate.waiting.append((gamma, 1))
-    run.turn()
-    assert gamma.did == [("start", 7)]
+    gamma, gone = Scripted("gamma", []), Scripted("delta", [])
+    for spare in (gone, gamma):
+        gate.waiting.append((spare, 1))
+        run.turn()
+        assert spare.did == [("start", 7)]
     assert gate.asked[0] == ["alpha", "beta"]
+    gone.lost = "the connection was closed"
+    run.driver._hear(gone)
     run.lose_beta()
     run.turn(10.0)  # beta's own workers have ended by then
     assert ("start_worker", 2) in gamma.did
+    assert gone.did == [("start", 7)]
     assert gate.asked[-1] == ["alpha", "gamma"]  # a host of the same name may come
 
 
@@ -229,17 +233,6 @@ def test_a_host_that_comes_back_gets_its_workers_under_its_old_name(run: Run, ga
     run.turn(9.5)
     assert ("start_worker", 2) in again.did
     assert not [did for did in run.beta.did if did[0] == "start_worker"]
-
-
-def test_a_spare_that_is_gone_gets_no_worker(run: Run, gate: Gate) -> None:
-    gamma = Scripted("gamma", [])
-    gate.waiting.append((gamma, 1))
-    run.turn()
-    gamma.lost = "the connection was closed"
-    run.driver._hear(gamma)
-    run.lose_beta()
-    run.turn(10.0)
-    assert gamma.did == [("start", 7)]
 
 
 @pytest.mark.usefixtures("gate")
@@ -278,6 +271,13 @@ class Served:
         self.host.says(-1, "copied", link=0)
         self.turn()
 
+    def lose(self, **statuses: int) -> Served:
+        """These processes exit, by name."""
+        for name, status in statuses.items():
+            self.host.exits({"worker": 1, "primary": -1, "backup": -2}[name], status)
+        self.turn()
+        return self
+
     def turn(self, seconds: float = 0.0, silent: Sequence[int] = ()) -> bool:
         self.now += seconds
         for process in self.driver.monitor.processes.values():
@@ -304,43 +304,28 @@ def test_a_worker_that_returns_before_the_first_is_no_loss() -> None:
     assert [(index, body["type"]) for index, body in run.host.sent[-2:]] == [(-1, "finish"), (-2, "finish")]
 
 
-@pytest.mark.parametrize("index", [-1, -2])
-def test_a_lost_copy_is_started_again_and_reported(index: int) -> None:
+def test_a_lost_copy_is_started_again_and_reported_and_a_silent_one_once_it_is_gone() -> None:
+    for index, name in ((-1, "primary"), (-2, "backup")):
+        run = Served().lose(**{name: -9})
+        assert ("start_worker", index) in run.host.did
+        (message,) = run.changes
+        copy = f"server shard 0 (copy {-1 - index}) on alpha was killed by signal 9"
+        assert f"server shard 0 has one copy ({copy}" in message
     run = Served()
-    run.host.exits(index, -9)
-    run.turn()
-    assert ("start_worker", index) in run.host.did
-    (message,) = run.changes
-    assert f"server shard 0 has one copy (server shard 0 (copy {-1 - index}) on alpha was killed by signal 9" in message
-
-
-def test_a_silent_copy_is_killed_and_started_again_once_it_is_gone() -> None:
+    failure = {"rank": -2, "phase": "serve", "step": 4, "message": "no room", "detail": "a traceback"}
+    run.host.says(-2, "error", **failure, error="ValueError", family="", exit_code=1, secondary=False, lost=None)
+    run.lose(backup=1)  # its error is its loss
+    assert ("start_worker", -2) in run.host.did
+    assert "ValueError: no room" in run.changes[0]
     run = Served(silence_s=2.0)
     run.turn(2.5, silent=[-1])
     assert (9, -1) in run.host.did
     assert ("start_worker", -1) not in run.host.did
-    run.host.exits(-1, -9)
-    run.turn()
-    assert run.host.did.count(("start_worker", -1)) == 1
+    assert run.lose(primary=-9).host.did.count(("start_worker", -1)) == 1
 
 
 def test_a_lost_worker_or_both_copies_end_the_run() -> None:
-    run = Served()
-    run.host.exits(1, -9)
     with pytest.raises(WorkerFailed, match="worker 1 on alpha was killed by signal 9.*max_losses is 0"):
-        run.turn()
-    run = Served()
-    run.host.exits(-1, -9)
-    run.host.exits(-2, -11)
+        Served().lose(worker=-9)
     with pytest.raises(WorkerFailed, match=r"copy 1\) on alpha was killed by signal 11.*No copy of .*--resume"):
-        run.turn()
-
-
-def test_an_error_of_a_copy_is_its_loss() -> None:
-    run = Served()
-    failure = {"rank": -2, "phase": "serve", "step": 4, "message": "no room", "detail": "a traceback"}
-    run.host.says(-2, "error", **failure, error="ValueError", family="", exit_code=1, secondary=False, lost=None)
-    run.host.exits(-2, 1)
-    run.turn()
-    assert ("start_worker", -2) in run.host.did
-    assert "ValueError: no room" in run.changes[0]
+        Served().lose(primary=-9, backup=-11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -252,41 +252,29 @@ ORDERS: list[dict[str, Any]] = [
 class Obeying:
     """Instead of LocalProcesses: checks that whatever is sent to it is a message that they take."""
 
-    def __init__(
-        self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: dict[str, Any]
-    ) -> None:
+    TAKES: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "start": (dict, int),
+        "send": (int, dict),
+        "signal": (int, Sequence | None),
+        "start_worker": (int, str),
+        "form": (int, Sequence, Sequence),
+        "end": (int | float,),
+    }
+
+    def __init__(self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: Any) -> None:
         assert all(isinstance(process_index, int) for process_index in process_indices)
         assert timeout_s > 0
         assert isinstance(host, str)
-        self.process_indices, self.host = process_indices, host
+        self.process_indices = process_indices
 
-    def start(self, shared: dict[str, Any], program: int) -> None:
-        assert isinstance(shared["environment"], dict)
-        assert program >= 0
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            kinds = self.TAKES.get(name, ())[: len(arguments)]
+            assert all(isinstance(one, kind) for one, kind in zip(arguments, kinds, strict=True)), (name, arguments)
+            assert name != "send" or arguments[0] in self.process_indices
+            return {"stacks": {2: "here"}, "where": {2: ("compute", 3)}}.get(name)
 
-    def send(self, process_index: int, body: dict[str, Any]) -> None:
-        assert process_index in self.process_indices
-
-    def signal(self, number: int, process_indices: Sequence[int] | None = None) -> None:
-        assert isinstance(number, int)
-
-    def start_worker(self, worker_id: int, faults: str) -> None:
-        assert isinstance(worker_id, int)
-        assert isinstance(faults, str)
-
-    def form(self, generation: int, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        assert generation >= 0
-        for name, ids in zip(names, hosts, strict=True):
-            assert name != self.host or set(ids) <= set(self.process_indices)
-
-    def stacks(self) -> dict[int, str]:
-        return {2: "here"}
-
-    def where(self) -> dict[int, tuple[str, int]]:
-        return {2: ("compute", 3)}
-
-    def end(self, grace_s: float) -> None:
-        assert grace_s == grace_s
+        return call
 
 
 def test_what_a_driver_says(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:

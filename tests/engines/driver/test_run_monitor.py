@@ -87,11 +87,6 @@ HANGS: dict[str, tuple[tuple[int, int], list[tuple[int, str, int, float, float]]
         [(2, "compute", 8, 0.0, 11.5), (0, "exchange", 7, 10.5, 11.5), (1, "compute", 7, 9.5, 11.5)],
         [(10.9, None), (12.0, Hung(1, 10.0))],
     ),
-    "idle seconds of a heartbeat count": (
-        (1, 0),
-        [(0, "compute", 1, 9.0, 20.0)],
-        [(20.9, None), (21.0, Hung(0, 10.0))],
-    ),
     "all waiting": (
         (2, 0),
         [(0, "exchange", 7, 10.5, 11.5), (1, "wait", 7, 9.5, 11.5)],
@@ -130,11 +125,6 @@ HANGS: dict[str, tuple[tuple[int, int], list[tuple[int, str, int, float, float]]
     "an idle shard hangs nobody": (
         (2, 1),
         [(-1, "wait", 0, 50.0, 50.0), (0, "compute", 50, 0.0, 50.0), (1, "compute", 50, 0.0, 50.0)],
-        [(50.0, None)],
-    ),
-    "an idle shard hangs nobody while the workers are in user code": (
-        (2, 1),
-        [(-1, "wait", 0, 50.0, 50.0), (0, "user", 0, 50.0, 50.0), (1, "user", 0, 50.0, 50.0)],
         [(50.0, None)],
     ),
     "an idle shard is not blamed for a hang of all workers": (
