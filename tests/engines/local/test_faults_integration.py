@@ -51,71 +51,33 @@ def train(local: Local, faults: str, seen: Seen, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "where"),
-    [
-        ("", 5, "compute"),
-        pytest.param(":commit", 5, "exchange", marks=pytest.mark.slow),
-        pytest.param(":save", 8, "checkpoint", marks=pytest.mark.slow),
-    ],
+    ("fault", "strategy"),
+    [("kill=1@step:5", "allreduce"), ("kill=0@step:2:exchange", "downpour"), ("kill=1@step:0:join", "allreduce")],
 )
-def test_a_worker_is_killed_in_each_phase(phase: str, step: int, where: str, local: Local, tmp_path: Path) -> None:
-    """Of 12 steps; the checkpoint of an epoch's end is made after step 8."""
-    seen, fault = Seen(), f"kill=1@step:{step}{phase}"
-    with pytest.raises(mh.WorkerFailed, match="worker 1 .* was killed by signal 9") as caught:
-        train(local, fault, seen, run_dir=tmp_path / "run")
-    assert seen.faults == [(fault, 1, step)]
-    assert (caught.value.rank, caught.value.phase, caught.value.step) == (1, where, step)
-    assert max(row["step"] for row in mh.read_history(tmp_path / "run")) <= step
+def test_a_worker_is_killed_where_it_should(fault: str, strategy: str, local: Local, tmp_path: Path) -> None:
+    """At other places test_faults_places_integration.py kills."""
+    seen, who, step = Seen(), int(fault[5]), int(fault[12])
+    with pytest.raises(mh.WorkerFailed, match=f"worker {who} .* was killed by signal 9") as caught:
+        train(local, fault, seen, strategy=strategy, run_dir=tmp_path / "run")
+    assert (caught.value.rank, caught.value.step) == (who, step)
+    assert caught.value.phase == "compute" or ":" in fault.removeprefix(f"kill={who}@step:")
+    if step:
+        assert seen.faults == [(fault, who, step)]
+        assert max(row["step"] for row in mh.read_history(tmp_path / "run")) <= step
 
 
-def test_one_is_killed_while_it_joins(local: Local) -> None:
-    with pytest.raises(mh.WorkerFailed, match="worker 1 .* was killed by signal 9.* at step 0"):
-        train(local, "kill=1@step:0:join", Seen(), workers=2)
-
-
-def test_the_server_side_of_an_exchange(local: Local) -> None:
-    seen = Seen()
-    with pytest.raises(mh.WorkerFailed, match="worker 0 .* was killed by signal 9"):
-        train(local, "kill=0@step:2:exchange", seen, workers=2, strategy="downpour")
-    assert seen.faults == [("kill=0@step:2:exchange", 0, 2)]
-
-
-def stop_on_1() -> None:
+def stopping(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     if current().rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class Stopping(torch.optim.lr_scheduler.ConstantLR):
-    """Its state is asked for in a checkpoint, after the first step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.last_epoch > 0:
-            stop_on_1()
-        return super().state_dict()
-
-
-def stopping_model() -> torch.nn.Module:
-    stop_on_1()
-    return plain.mlp()
-
-
-def stopping_evaluate(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    stop_on_1()
     return {"loss": plain.cross_entropy(model, batch)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["start", "validation", "checkpoint"])
-def test_a_stopped_worker_is_blamed_in_phases_where_all_meet(phase: str, local: Local, tmp_path: Path) -> None:
-    stops: dict[str, dict[str, Any]] = {
-        "start": {"model": stopping_model},
-        "validation": {"validation_data": plain.rows(12), "evaluate": stopping_evaluate},
-        "checkpoint": {"schedule": lambda optimizer, total: Stopping(optimizer)},
-    }
-    given = {"engine": local, "workers": 2, "threads_per_worker": 1, "timeout_s": 3.0, "run_dir": tmp_path / "run"}
+def test_a_stopped_worker_is_blamed_where_all_meet(local: Local) -> None:
+    given = {"engine": local, "workers": 2, "threads_per_worker": 1, "timeout_s": 3.0}
     with pytest.raises(WorkerFailed, match="worker 1 .* sent no heartbeat") as raised:
-        mh.train(plain.task(**stops[phase]), **given)
-    assert (raised.value.rank, raised.value.phase) == (1, phase)
+        mh.train(plain.task(validation_data=plain.rows(12), evaluate=stopping), **given)
+    assert (raised.value.rank, raised.value.phase) == (1, "validation")
 
 
 @pytest.mark.slow
@@ -139,7 +101,7 @@ class Watching(Observer):
 
 
 def test_faults_at_a_time(local: Local) -> None:
-    """The worker sees its clock jump while it stands still."""
+    """The worker sees its clock jump while it stands still; a shard dies."""
     observer = Watching()
 
     def program(worker: Worker) -> float:
@@ -156,19 +118,10 @@ def test_faults_at_a_time(local: Local) -> None:
     engine = faulty(local, "pause=1@0.5s+0.4")
     values = engine.launch(program, LaunchSpec(workers=2, observer=observer, timeout_s=20))
     assert values[1] >= 0.2
-    assert observer.seen == ["pause=1@0.5s+0.4"]
-
-
-def test_a_shard_is_killed_at_a_time(local: Local) -> None:
-    observer = Watching()
-
-    def program(worker: Worker) -> None:
-        wait_until(lambda: False)
-
     spec = LaunchSpec(workers=2, server=ServerSpec(rule="add"), observer=observer, timeout_s=20)
     with pytest.raises(mh.WorkerFailed, match="server shard 0 .*was killed by signal 9"):
-        faulty(local, "kill=shard0@0.2s").launch(program, spec)
-    assert observer.seen == ["kill=shard0@0.2s"]
+        faulty(local, "kill=shard0@0.2s").launch(lambda worker: wait_until(lambda: False), spec)
+    assert observer.seen == ["pause=1@0.5s+0.4", "kill=shard0@0.2s"]
 
 
 def test_what_cannot_be_is_refused(nothing_starts: None) -> None:

@@ -56,20 +56,6 @@ def test_a_process_keeps_its_own_channels_alone(run: ForkServerRun, process_inde
     run.close()
 
 
-def test_a_channel_joins_a_worker_and_a_shard_and_ends_with_either(run: ForkServerRun) -> None:
-    worker, shard = run.channels[1, 0]
-    for key, pair in run.channels.items():
-        for fd in pair if key != (1, 0) else ():
-            os.close(fd)
-    with socket.socket(fileno=worker) as there, socket.socket(fileno=shard) as here:
-        there.send(b"push")
-        assert here.recv(10) == b"push"
-        here.close()
-        assert there.recv(10) == b""
-    run.channels = {}
-    run.close()
-
-
 def test_a_shard_has_neither_the_program_nor_what_the_workers_share(run: ForkServerRun) -> None:
     """With a worker's lifeline in another process, its death would not be seen."""
     program, *streams = run.fds

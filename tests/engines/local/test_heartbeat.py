@@ -26,15 +26,23 @@ def sockets() -> Iterator[Sockets]:
         yield here, other
 
 
-def test_messages_arrive_in_order_whatever_their_size(sockets: Sockets) -> None:
+def test_messages_arrive_in_order_whatever_their_size_and_before_the_end(sockets: Sockets) -> None:
     a, b = sockets
+    b.sock.settimeout(60)
+    assert b.receive(wait=False) == []  # returns at once
+    assert not b.readable(0)
+    assert not b.hung_up()
     sent = [{"i": i, "text": "x" * (i * 500)} for i in range(20)]
     for message in sent:
         a.send(message)
-    got = []
+    a.close()
+    got: list[Any] = []
     while len(got) < len(sent):
         got += [message.body for message in b.receive()]
     assert got == sent
+    assert b.hung_up()
+    with pytest.raises(Closed):
+        b.receive()
 
 
 def test_descriptors_travel_beside_their_message(sockets: Sockets) -> None:
@@ -53,24 +61,6 @@ def test_descriptors_travel_beside_their_message(sockets: Sockets) -> None:
     for fd in messages[1].fds:
         assert not os.get_inheritable(fd)
         os.close(fd)
-
-
-def test_what_was_sent_before_the_end_is_received(sockets: Sockets) -> None:
-    a, b = sockets
-    a.send({"last": "words"})
-    a.close()
-    assert b.hung_up()
-    assert [message.body for message in b.receive()] == [{"last": "words"}]
-    with pytest.raises(Closed):
-        b.receive()
-
-
-def test_not_waiting_returns_at_once(sockets: Sockets) -> None:
-    _, b = sockets
-    b.sock.settimeout(60)
-    assert b.receive(wait=False) == []
-    assert not b.readable(0)
-    assert not b.hung_up()
 
 
 def test_what_one_mapping_of_a_status_page_writes_another_reads() -> None:
@@ -130,21 +120,21 @@ def test_idle_seconds_begin_anew_with_progress_and_a_compiler_at_work_is_a_phase
     assert pair.line.where() == ("compile", 7)
     pair.line.compiling(-1)
     assert pair.line.where() == ("compute", 7)
-
-
-def test_a_stop_is_heard(pair: Pair) -> None:
     pair.driver.send({"type": "stop", "reason": "callback"})
     pair.line._read()
     assert pair.line.should_stop() == "callback"
 
 
-def test_a_question_comes_after_all_that_was_emitted(pair: Pair) -> None:
+def test_a_question_comes_after_all_that_was_emitted_and_collect_sends_it_at_once(pair: Pair) -> None:
     pair.line.emit(Event(type="step", step=3))
     pair.answering.send({"type": "answer", "value": {"rows": 5}})
     assert pair.line.ask(Event(type="epoch")) == {"rows": 5}
-    (beat,) = pair.sent()
-    assert [Event(**event).step for event in beat["events"]] == [3]
     assert [message.body["event"]["type"] for message in pair.answering.receive()] == ["epoch"]
+    pair.line.emit(Event(type="step", step=4))
+    pair.line.collect(SoloGroup())
+    assert [Event(**event).step for beat in pair.sent() for event in beat["events"]] == [3, 4]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        pair.line.emit(Event(type="step", values={"loss": object()}))
 
 
 SEGMENT = Segment(epoch=1, first=0, until=3, parts=2, left=[[0, 3], [1, 2]])
@@ -170,12 +160,3 @@ def test_a_meeting_brings_everybodys_value_and_a_driver_that_does_not_answer_is_
     pair.line._timeout_s = 0.01
     with pytest.raises(ManyhandsError, match="did not answer the rendezvous 'ring' within 0 s"):
         pair.line.rendezvous("ring", [0, 1], None)
-
-
-def test_collect_sends_what_was_emitted_at_once_and_an_event_that_is_no_json_raises(pair: Pair) -> None:
-    pair.line.emit(Event(type="step", tick=7))
-    pair.line.collect(SoloGroup())
-    (beat,) = pair.sent()
-    assert [Event(**event).tick for event in beat["events"]] == [7]
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        pair.line.emit(Event(type="step", values={"loss": object()}))

@@ -1,24 +1,20 @@
-"""The parameter server's shards as processes of engine `local`; in runs whose members may change, lost workers are fenced."""
+"""The parameter server's shards as processes of engine `local`; lost workers are fenced in test_faults_server_integration.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driver_script import Script, wait_until
 from joined_run import lives
 from typing_extensions import override
 
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.driver.elastic_driver import ElasticDriver
 from manyhands.engines.local.engine import Local
-from manyhands.engines.survive import Survive
-from manyhands.errors import PeerLost, UnknownName, WorkerFailed
+from manyhands.errors import UnknownName, WorkerFailed
 from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
@@ -75,15 +71,12 @@ def test_one_worker_has_its_server_in_the_same_process(local: Local) -> None:
         assert found == [(os.getpid(), [10.0, 10.0])]
 
 
-def test_a_rule_that_cannot_be_split_has_one_shard() -> None:
-    spec = ServerSpec(rule="quorum", bound=0, options={"backups": 1}, one_shard=True)
-    assert LaunchSpec(workers=2, server=spec, servers=3).shards == 1
-
-
-def test_an_unknown_rule_is_an_error_of_the_users(local: Local) -> None:
+def test_an_unknown_rule_is_an_error_of_the_users_and_one_that_cannot_be_split_has_one_shard(local: Local) -> None:
     """CASE 20"""
     unknown = [(workers, "nonsense") for workers in (1, 2)]
     all_refused(lambda workers: local.launch(counts, served(workers, rule="nonsense")), unknown, UnknownName)
+    spec = ServerSpec(rule="quorum", bound=0, options={"backups": 1}, one_shard=True)
+    assert LaunchSpec(workers=2, server=spec, servers=3).shards == 1
 
 
 def test_a_killed_shard_is_named_and_nothing_is_left(local: Local) -> None:
@@ -124,102 +117,3 @@ def test_a_stopped_shard_is_a_hang_and_is_named(local: Local) -> None:
     with pytest.raises(WorkerFailed, match="server shard 0 on .* sent no heartbeat") as raised:
         local.launch(program, served(timeout_s=2.5))
     assert "server shard 0:\n(no stack: the process does not answer" in raised.value.detail
-
-
-def test_a_killed_worker_fails_the_run_and_its_shards_are_gone(local: Local) -> None:
-    """CASES 21, 28"""
-
-    def program(worker: Worker) -> None:
-        counts(worker)
-        if worker.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        counts(worker, ticks=1_000_000)
-
-    with pytest.raises(WorkerFailed, match="worker 1 on .* was killed by signal 9"):
-        local.launch(program, served(bound=1, servers=2))
-    assert local.launch(lambda worker: len(shards(worker)), LaunchSpec(workers=2)) == [0, 0]
-
-
-# two workers and two shards, until something is killed
-WAITING = """
-    import os, threading, torch
-    from manyhands.engines.base import LaunchSpec, Observer
-    from manyhands.engines.local.engine import Local
-    from manyhands.server.base import ServerSpec
-
-    class Print(Observer):
-        def answer(self, event):
-            print(event.values["held"])
-            return {}
-
-    def program(worker, waits=True):
-        worker.server.initialize(torch.zeros(10))
-        if waits:
-            worker.ask("there", held=len(os.listdir(f"/proc/{os.getppid()}/fd")))
-            threading.Event().wait(60)
-
-    plan = LaunchSpec(workers=2, server=ServerSpec(rule="add"), servers=2, observer=Print())
-    with Local() as local:
-        local.launch(lambda worker: program(worker, waits=False), plan)
-        print(len(os.listdir(f"/proc/{local._slot.spawner._process.pid}/fd")))
-        local.launch(program, plan)
-"""
-
-
-@pytest.mark.slow
-def test_shards_end_with_a_killed_driver_and_the_fork_server_holds_no_descriptor_of_a_run(
-    script: Callable[..., Script],
-) -> None:
-    """CASE 28. While the fork server held one, the end of a connection would not mean the death of its owner."""
-    run = script(WAITING)
-    assert len({run.line() for _ in range(3)}) == 1
-    assert len(run.processes()) == 6  # and the driver, and the fork server
-    run.process.kill()
-    wait_until(lambda: not run.processes())
-
-
-# -- members that change -----------------------------------------------------------------------------------------------
-
-N = 8
-
-
-def pushes(worker: Worker) -> list[float] | None:
-    """Worker 1's first process dies after two pushes, the next one pushes three times; then worker 0 reads the center."""
-    server = worker.server
-    assert server is not None
-    generation = -1
-    while worker.join(blank=generation < 0):
-        generation = worker.generation
-        if generation == 0:
-            server.initialize(torch.zeros(N))
-        server.activate()
-        if worker.worker_id == 1:
-            for _ in range(3 if generation else 2):
-                server.push(torch.ones(N))
-            if generation == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        server.deactivate()
-        try:
-            worker.group.barrier()
-            if generation < 1 or worker.size < 2:
-                worker.group.barrier()  # until the other one is lost, or another takes its place
-                continue
-        except PeerLost:
-            continue
-        if worker.rank == 0:
-            center = torch.empty(N)
-            server.center(center)
-            return center.tolist()
-    return None
-
-
-@pytest.mark.slow
-def test_a_lost_worker_is_fenced_and_the_next_process_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections come from the driver."""
-    closed: list[Any] = []
-    monkeypatch.setattr(
-        ElasticDriver, "_shards_closed", lambda _, worker_id, pushes: closed.append((worker_id, pushes.numbers))
-    )
-    result, _ = Local().launch(pushes, served(servers=2, survive=Survive(max_losses=1)))
-    assert result == [5.0] * N
-    assert closed == [(1, [2, 2])]
