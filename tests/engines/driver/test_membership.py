@@ -526,10 +526,16 @@ def test_blank_workers_are_stopped_at_the_end_and_losses_are_no_news() -> None:
     assert len(m.losses) == 2
 
 
-def test_a_result_of_a_lost_worker_is_not_taken() -> None:
+def test_once_the_result_is_there_whoever_waits_is_released() -> None:
+    m = running().asks(1, 3)
+    assert m.does() == []
+    m.finished(0, 2.0)
+    assert m.does(2.0) == [Release((1, 3))]
+    assert (m.phase, m.next_deadline()) == ("finishing", None)
+    assert m.asks(2, 2, now=3.0).does(3.0) == [Release((2,))]
     m = running()
     m.lost(0, "silence", 1.0)
-    m.finished(0, 2.0)
+    m.finished(0, 2.0)  # of a lost worker it is not taken
     assert m.phase == "gathering"
 
 

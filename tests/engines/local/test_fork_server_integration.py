@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # in each launch two shards and two workers, each with a child that is not a daemon of anybody's, until something is killed
 WAITING = """
-    import ctypes, multiprocessing.util, os, subprocess, sys, threading
+    import ctypes, itertools, multiprocessing.util, os, subprocess, sys, threading
     from manyhands.engines.base import LaunchSpec, Observer
     from manyhands.engines.local.engine import Local
     from manyhands.errors import WorkerFailed
@@ -33,8 +33,8 @@ WAITING = """
             subprocess.Popen(["sleep", "60"], start_new_session=True)
         threading.Event().wait(60)
 
-    def program(worker):
-        multiprocessing.get_context("fork").Process(target=load, args=("session" in sys.argv,)).start()
+    def program(worker, session):
+        multiprocessing.get_context("fork").Process(target=load, args=(session,)).start()
         worker.driver.progress("compute", 5)
         worker.ask("there", pid=os.getpid(), parent=os.getppid())
         if "hold" in sys.argv:  # the interpreter's lock: no thread of this process can act
@@ -43,9 +43,9 @@ WAITING = """
 
     plan = LaunchSpec(workers=2, server=ServerSpec(rule="add"), servers=2, observer=Print())
     with Local() as local:
-        while True:
+        for number in itertools.count():
             try:
-                local.launch(program, plan)
+                local.launch(lambda worker: program(worker, session=number == 0), plan)
             except (KeyboardInterrupt, WorkerFailed) as error:
                 print(repr(str(error)))
 """
@@ -61,17 +61,17 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert [name for name in left if name.startswith(("manyhands", "pymp"))] == []
 
 
-def workers_of(run: Script) -> tuple[int, int]:
-    """(a worker, the fork server), once both workers, their children and the shards are there."""
+def workers_of(run: Script, processes: int = 8) -> tuple[int, int]:
+    """(a worker, the fork server), once both workers, their children and the shards are there; of the first launch, two more."""
     (worker, server), _ = ([int(pid) for pid in run.line().split()] for _ in range(2))
-    wait_until(lambda: len(run.processes()) == 10)
+    wait_until(lambda: len(run.processes()) == processes)
     return worker, server
 
 
 def test_driver_killed(script: Callable[..., Script]) -> None:
     """CASE 28: also what loaders leave in sessions of their own, and workers of which no thread can act."""
-    run = script(WAITING, "hold", "session")
-    workers_of(run)
+    run = script(WAITING, "hold")
+    workers_of(run, 10)
     run.process.kill()
     wait_until(lambda: not run.processes())
 
@@ -87,8 +87,8 @@ def test_driver_killed_while_the_server_loads(script: Callable[..., Script]) -> 
 def test_whatever_else_is_killed_the_next_launch_works(script: Callable[..., Script]) -> None:
     """CASES 21, 22, 28: what loaders leave in sessions of their own is gone, too; the workers print nothing. The fork server holds
     no descriptor of a run: with one, the end of a connection would not mean the death of its owner."""
-    run = script(WAITING, "session")
-    worker, server = workers_of(run)
+    run = script(WAITING)
+    worker, server = workers_of(run, 10)
     held = len(os.listdir(f"/proc/{server}/fd"))
     os.kill(worker, signal.SIGKILL)
     told = run.line()
@@ -104,7 +104,7 @@ def test_whatever_else_is_killed_the_next_launch_works(script: Callable[..., Scr
     worker, server = workers_of(run)
     for pid in (worker, server):  # a scheduler's SIGTERM: the driver decides what becomes of the workers
         os.kill(pid, signal.SIGTERM)
-    assert len(run.processes()) == 10
+    assert len(run.processes()) == 8
     os.kill(run.process.pid, signal.SIGTERM)
     wait_until(lambda: not run.processes())
     assert run.end() == (-signal.SIGTERM, "", "")
