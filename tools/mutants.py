@@ -284,7 +284,7 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
             ]
             code = pytest.main([*options, *tests], plugins=[first])
             failed = first.name or ("" if code in (0, 5) else f"{NO_TEST} {int(code)}")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is told by the parent
             failed = f"{NOT_RUN}: {error!r}"
         finally:  # whatever happens: what follows is the parent's
             os.write(writes, failed.encode()[:2000])
