@@ -32,8 +32,11 @@ def command(folder: Path, *arguments: str, **more: Any) -> subprocess.Popen[str]
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("module", ["typer", "torch"])
 def test_a_signal_while_it_imports_ends_it_with_a_line(number: int, code: int, module: str, tmp_path: Path) -> None:
-    """A stand-in for the module says when it is being imported, and never is."""
-    (tmp_path / f"{module}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    """A stand-in for the module says when it is being imported, and never is. It sleeps for short times: a signal that comes
+    just before a sleep begins is handled when the sleep ends."""
+    (tmp_path / f"{module}.py").write_text(
+        "import time\nprint('importing', flush=True)\nfor _ in range(6000): time.sleep(0.01)\n"
+    )
     with command(tmp_path, "train", "digits") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
