@@ -2,6 +2,7 @@
 
 import logging
 import random
+import secrets
 import socket
 import threading
 import time
@@ -9,18 +10,21 @@ from contextlib import suppress
 
 import pytest
 import torch
+from driver_script import wait_until
 from served import channel_to, hosting
 
 from fuzzing import bounded
 from manyhands.errors import ManyhandsError, PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.protocol import Kind
+from manyhands.server.client import ServedServer
+from manyhands.server.protocol import Kind, hello
 from manyhands.server.replication.log import Call
 from manyhands.server.shard_host import Shard, WorkersLate, serve
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
 from manyhands.transport.channel import ChannelTimeout
 from manyhands.transport.frame import DTYPES, HEADER_BYTES, Frame, pack, to_json
+from manyhands.transport.listener import Listener, connect
 from refusals import refused
 
 FEW = 4
@@ -242,6 +246,36 @@ def test_who_waits_for_a_first_center_that_nobody_offers_is_told_so():
 def test_workers_that_do_not_come_are_an_error():
     with pytest.raises(ChannelTimeout, match=r"waited 0\.1 s for the workers \[0, 1\]"):
         serve(ADD, shard=0, shards=1, workers=2, channels={}, timeout_s=0.1)
+
+
+def test_the_port_is_closed_once_all_workers_have_come():
+    token = secrets.token_bytes(32)
+    listener = Listener(credentials=None, token=token, timeout_s=10)
+    workers = {"workers": 2, "channels": {}, "listener": listener, "timeout_s": 10}
+
+    def come(rank):
+        given = {"credentials": None, "token": token, "peer": "server shard 0", "timeout_s": 10}
+        return connect(listener.address, hello(rank, 0, 1, "host-a"), **given)
+
+    def listens():
+        try:
+            socket.create_connection(listener.address, 1.0).close()
+        except ConnectionError:  # refused, or reset where it closed meanwhile
+            return False
+        return True
+
+    with started(lambda: serve(ADD, shard=0, shards=1, **workers)) as serving:
+        channels = [come(0)]
+        assert listens()
+        channels.append(come(1))
+        wait_until(lambda: not listens())
+        clients = [ServedServer(ADD, [channel]) for channel in channels]
+        clients[0].initialize(torch.zeros(N))
+        for client in clients:
+            client.activate()
+            client.push(torch.ones(N))
+            client.close()
+        assert serving.result(10) == {"shard": 0, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}
 
 
 def test_what_is_wrong_with_the_server_itself_ends_it():
