@@ -317,11 +317,12 @@ def test_a_lost_copy_is_started_again_and_reported_and_a_silent_one_once_it_is_g
     run.lose(backup=1)  # its error is its loss
     assert ("start_worker", -2) in run.host.did
     assert "ValueError: no room" in run.changes[0]
-    run = Served(silence_s=2.0)
-    run.turn(2.5, silent=[-1])
-    assert (9, -1) in run.host.did
-    assert ("start_worker", -1) not in run.host.did
-    assert run.lose(primary=-9).host.did.count(("start_worker", -1)) == 1
+    for index, name in ((-1, "primary"), (-2, "backup")):
+        run = Served(silence_s=2.0)
+        run.turn(2.5, silent=[index])
+        assert (9, index) in run.host.did
+        assert ("start_worker", index) not in run.host.did
+        assert run.lose(**{name: -9}).host.did.count(("start_worker", index)) == 1
 
 
 def test_a_lost_worker_or_both_copies_end_the_run() -> None:

@@ -1,7 +1,7 @@
 """Copies of a simulated server's shards are lost, by the same views and log as real ones: the bits are those of a run without faults.
 
-The model has one number for each row, see numbered_rows.py. Lost workers at servers are struck by test_faults_simulated.py, and
-searched through, with copies, by test_training_chaos.py.
+The model has one number for each row, see numbered_rows.py. All places of a lost worker at a server are struck by
+test_faults_simulated.py; more schedules, with copies, are searched through by test_training_chaos.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KILLS = (
 def train(faults: str, strategy: str, survive: str | None = "copies=2", **options: Any) -> mh.Run:
     planned = f"notice=50ms,{faults}".removesuffix(",")
     engine = f"sim:compute='step=100ms,jitter=exponential',network=latency=20ms,faults='{planned}'"
-    task = numbered_rows.task(ROWS, BATCH, epochs=EPOCHS)
+    task = options.pop("task", None) or numbered_rows.task(ROWS, BATCH, epochs=EPOCHS)
     return mh.train(task, engine=engine, strategy=strategy, workers=3, survive=survive, **options)
 
 
@@ -58,6 +58,26 @@ def test_with_copies_in_step_the_result_is_that_of_a_run_without_faults(strategy
         if faults != KILLS[0]:  # before anybody is let in it is only started again
             assert "server shard 0 has one copy" in seen.messages[0]
             assert seen.messages[-1] == "server shard 0 has 2 copies again"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "slices"),
+    [
+        ("downpour:bound=0,push_every=3,pull_every=3", (4, 6, 12)),
+        ("quorum", (12, 8, 6, 4)),
+        ("downpour:push_every=3,pull_every=3", (4,)),
+    ],
+)
+def test_workers_and_both_copies_are_lost_in_one_run_and_each_row_counts_once(
+    strategy: str, slices: tuple[int, ...]
+) -> None:
+    """In step, and at their own pace. One more worker leaves."""
+    faults = "kill=shard0@0s,kill=1@step:3,kill=backup0@0.8s,kill=shard0@1.4s,kill=0@1.5s,leave=2@step:10"
+    task = numbered_rows.task(13 * 12, 12, epochs=1, order=lambda epoch: range(13 * 12))
+    run = train(f"{faults},back=0.2", strategy, "max_losses=3,copies=2", task=task)
+    assert run.info["faults"] == dict.fromkeys(faults.split(","), 1)
+    assert len(run.losses) == 2
+    numbered_rows.trained_once(run, 12, slices)
 
 
 def test_a_copy_has_its_price_and_each_shard_its_own_copies() -> None:
