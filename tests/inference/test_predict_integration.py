@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 import plain
+from manyhands.data.row_pieces import RowPiece
+from manyhands.engines.driver.row_collector import RowCollector
 from manyhands.engines.local.engine import Local
 from manyhands.errors import ManyhandsError, Preempted, WorkerFailed
 from manyhands.worker import current
@@ -90,6 +92,29 @@ def test_a_full_disk_ends_all_workers_and_leaves_nothing(local: Local, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slow_worker_holds_the_others_back(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of the first rows goes on when the driver has let another one wait: so much lies in memory, and no more."""
+    held, waiting, must_wait = tmp_path / "held", list[int](), RowCollector.must_wait
+
+    def noted(self: RowCollector, piece: RowPiece) -> bool:
+        waiting.append(self._order.waiting_bytes)
+        if found := must_wait(self, piece):
+            held.touch()
+        return found
+
+    monkeypatch.setattr(RowCollector, "must_wait", noted)
+    monkeypatch.setattr("manyhands.engines.driver.row_collector.WAITING_BYTES", 10_000)
+
+    def slow_at_first(module: nn.Module, batch: Tensor) -> Tensor:
+        if batch[0] == 0:
+            wait_until(held.exists)
+        return batch.repeat(1, 100)
+
+    found = predict_into(tmp_path, local, slow_at_first, torch.arange(800.0).view(800, 1), workers=3)
+    assert 10_000 < max(waiting) < 10_000 + 2 * 16 * BATCH * 100 * 4  # and what two have computed: a lease each
+    assert [row[0] for row in pq.read_table(found.path)["prediction"].to_pylist()] == list(range(800))
+
+
 @pytest.mark.parametrize(
     ("workers", "by", "error", "words"),
     [
@@ -106,9 +131,10 @@ def test_a_signal_ends_it_and_leaves_no_file(
     def stops(module: nn.Module, batch: Tensor) -> Tensor:
         worker = current()
         assert worker is not None
-        if batch[0] == 0:
+        if batch[0] == 304:
+            wait_until(lambda: any(tmp_path.glob(".out.parquet.*.partial")))
             os.kill(driver, by)
-        if batch[0] > 0 or workers == 1:
+        if batch[0] > 300:
             wait_until(worker.driver.should_stop)
         return batch
 
