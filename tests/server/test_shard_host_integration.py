@@ -5,6 +5,7 @@ import pickle
 import random
 import signal
 import socket
+from functools import partial
 
 import torch
 from served import client_of, processes
@@ -86,11 +87,10 @@ def test_over_tls_unauthenticated_peers_are_turned_away_and_the_server_goes_on()
     listener = Listener(credentials=ours, generation=3, timeout_s=10)
     spec = ServerSpec(rule="elastic", options={"alpha": 0.5})
 
-    def come(rank, shard=0, shards=1, credentials=ours, generation=3):
+    def come(rank, shard=0, shards=1, credentials=ours, generation=3, timeout_s=10.0):
         place = hello(rank, shard, shards, "localhost")
-        return connect(
-            listener.address, place, credentials=credentials, peer="server shard 0", generation=generation, timeout_s=10
-        )
+        at = {"peer": "server shard 0", "generation": generation, "timeout_s": timeout_s}
+        return connect(listener.address, place, credentials=credentials, **at)
 
     def run():
         serve(spec, shard=0, shards=1, workers=2, channels={}, listener=listener, generation=3, timeout_s=10)
@@ -109,7 +109,7 @@ def test_over_tls_unauthenticated_peers_are_turned_away_and_the_server_goes_on()
             replayer.generation = 0  # frames, as they were recorded in an older generation
             replayer.send(Frame(kind=Kind.ACTIVATE))
             refused("", replayer.receive, kind=ChannelClosed)
-            refused("", come, 1, kind=(ChannelClosed, OSError))  # all have come
+            refused("", partial(come, 1, timeout_s=0.5), kind=(ChannelClosed, OSError))  # all have come
             pushed = good.push(torch.ones(N), 2.0, 5)
         assert torch.equal(pushed.answer, torch.ones(N))
         assert (pushed.weight, pushed.bits) == (2.0, 5)
