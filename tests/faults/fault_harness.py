@@ -236,7 +236,6 @@ class Patient:
 
     until: Callable[[Worker], object] = all_here
     call: int = 4
-    rests_s: float = 0.0  # at the one after
     loss: Callable[[nn.Module, Any], Any] = plain.cross_entropy
     calls: int = 0
     step: tuple[int, int] = (-1, -1)  # generation and step of the newest call: a large slice is computed in several
@@ -248,8 +247,6 @@ class Patient:
             self.calls += 1
             if self.calls >= self.call:
                 wait_until(lambda: self.until(worker))
-            if self.calls == self.call + 1:
-                time.sleep(self.rests_s)
         return self.loss(model, batch)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fault_harness import Patient, Strike, Trial, fired
 
+import manyhands as mh
 from manyhands.engines.driver.membership import Form, Membership, StopWorker
 from manyhands.engines.survive import Survive
 
@@ -21,11 +22,21 @@ TIMEOUT_S = 60.0
 def test_a_worker_is_killed_and_another_process_takes_its_place(trial: Trial) -> None:
     """torchft#186: the batch changes at a loss. torchft#309: a rejoiner is a batch behind. horovod#3143: rows are lost at a
     reset. pytorch#76287: survivors hang."""
-    fault = "kill=1@step:5:exchange"
-    of = numbered_rows.task(
-        ROWS, BATCH, epochs=EPOCHS, loss=Patient(loss=numbered_rows.minus_mean, call=8, rests_s=0.4)
-    )
-    run = trial.train(fault, of=of, run_dir=trial.run_dir, timeout_s=TIMEOUT_S)
+    fault, told = "kill=1@step:5:exchange", trial.folder / "told"
+
+    class Told(mh.Callback):
+        def on_notice(self, event: mh.Event) -> None:
+            if event.type == "change" and event.values["kind"] == "back":
+                told.touch()
+
+    def until(worker: mh.Worker) -> bool:
+        """The replacement has asked for its place; and once it has it, the driver has told so."""
+        return worker.interrupted or worker.broken or (worker.size >= 3 and told.exists())
+
+    patient = Patient(loss=numbered_rows.minus_mean, call=8, until=until)
+    of = numbered_rows.task(ROWS, BATCH, epochs=EPOCHS, loss=patient)
+    callbacks = [trial.seen, Told()]
+    run = trial.train(fault, of=of, run_dir=trial.run_dir, timeout_s=TIMEOUT_S, callbacks=callbacks)
     fired(run, fault)
     assert run.generations == 3  # three, two, three workers
     assert any("worker 1 is back: 3 of 3 workers from step" in message for message in trial.seen.changes)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver_script import wait_until
 from joined_run import Run, joined_by
 from stage_models import ROWS, TASKS, classified, masked
 from stage_runs import alone, expect_alike, train
@@ -30,27 +30,31 @@ slow = pytest.mark.slow
 
 
 class Changes(mh.Callback):
-    """What happened to members, in order: (kind, worker)."""
+    """What happened to members, in order: (kind, worker). back: a file that is made when one is back."""
 
-    def __init__(self) -> None:
+    def __init__(self, back: Path | None = None) -> None:
         self.found: list[tuple[str, int]] = []
+        self.back = back
 
     def on_notice(self, event: Event) -> None:
         if event.type == "change":
             self.found.append((event.values["kind"], event.values["worker_id"]))
+            if self.back is not None and event.values["kind"] == "back":
+                self.back.touch()
 
 
 class Patient:
-    """A loss that waits in its tenth call until another worker asks to join: else the run may be over by then."""
+    """A loss that waits in its tenth call until another worker asks to join, or is back: else the run may be over by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, back: Path) -> None:
         self.calls = 0
+        self.back = back
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        worker, until = current(), time.monotonic() + 30.0
+        worker = current()
         self.calls += 1
-        while self.calls == 10 and worker is not None and not worker.interrupted and time.monotonic() < until:
-            time.sleep(0.01)
+        if self.calls == 10 and worker is not None:
+            wait_until(lambda: worker.interrupted or self.back.exists(), 30)
         return classified(model, batch)
 
 
@@ -61,9 +65,10 @@ def survives(
 
 
 @slow
-def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state() -> None:
-    changes = Changes()
-    run = survives("mlp", 4, Local(faults="kill=2@step:3"), callbacks=[changes], loss=Patient(), epochs=6)
+def test_a_lost_workers_replica_starts_anew_and_takes_the_others_state(tmp_path: Path) -> None:
+    changes = Changes(tmp_path / "back")
+    loss = Patient(tmp_path / "back")
+    run = survives("mlp", 4, Local(faults="kill=2@step:3"), callbacks=[changes], loss=loss, epochs=6)
     expect_alike(run, alone("mlp", epochs=6), losses=False)
     assert changes.found[0] == ("lost", 2)
     assert sorted(changes.found[1:]) == [("back", 2), ("back", 3)]
