@@ -249,7 +249,7 @@ def test_tars(printed_here: Callable[..., str]) -> None:
     assert "2,594 rows" in text  # 1,297 digits in each of 2 epochs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_spark_digits(printed: Callable[..., str]) -> None:
     need_spark()
