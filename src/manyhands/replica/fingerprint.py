@@ -52,6 +52,13 @@ ROUNDING = 1e-4
 _ALWAYS = ("torch", "numpy")
 _BACKEND = "manyhands_backend"  # this library's own, beside the package
 _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
+_LIBRARIES = tuple(
+    f"{folder}/"
+    for folder in (
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        Path(__file__).parents[1],
+    )
+)
 
 
 def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
@@ -145,12 +152,7 @@ def _own_modules() -> Iterator[tuple[str, ModuleType]]:
 @functools.cache  # a large program has thousands of modules, and asks at each `prepare`
 def _in_a_library(file: str) -> bool:
     """Whether it belongs to Python, to an installed package or to this one, or is no Python source."""
-    paths = sysconfig.get_paths()
-    folders = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")} | {
-        str(Path(__file__).parents[1])
-    }
-    inside = any(file.startswith(f"{folder}/") for folder in folders)
-    return inside or not file.endswith(".py") or "-packages/" in file
+    return file.startswith(_LIBRARIES) or not file.endswith(".py") or "-packages/" in file
 
 
 def _digest_of(name: str, module: ModuleType) -> str | None:
