@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 _PACKAGE = str(Path(__file__).parent)
 _TASKS = str(Path(_PACKAGE) / "tasks")
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+LIBRARIES = tuple({f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Where Python's own modules and installed packages lie."""
 
 
 class ManyhandsError(Exception):
@@ -119,7 +120,7 @@ def is_users(file: str) -> bool:
     for its ready-made tasks."""
     if file.startswith(_TASKS):
         return True
-    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen"))
+    return not file.startswith((_PACKAGE, *LIBRARIES, "<frozen"))
 
 
 class PeerLost(ManyhandsError):

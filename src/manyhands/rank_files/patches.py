@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from weakref import WeakSet
 import safetensors
 import torch
 
+from manyhands.errors import LIBRARIES
 from manyhands.rank_files.file_owner import caches, is_shared
 from manyhands.rank_files.folder import as_given, is_as_given
 from manyhands.rank_files.views import OtherView, View
@@ -39,7 +39,6 @@ _HOLDERS = frozenset(
         *("safetensors", "safetensors.torch", "safetensors.numpy", "safetensors._safetensors_rust"),
     )
 )
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Private:
@@ -428,7 +427,7 @@ def _replace(replaced: dict[int, tuple[Any, Any]]) -> None:
     for name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})  # what lies there need not be a module
         file = names.get("__file__")
-        if name not in _HOLDERS and (file is None or file.startswith(_LIBRARIES)):
+        if name not in _HOLDERS and (file is None or file.startswith(LIBRARIES)):
             continue
         for key, value in list(names.items()):
             if id(value) in replaced and replaced[id(value)][0] is value:

@@ -15,7 +15,6 @@ import math
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import fields, is_dataclass
@@ -32,7 +31,7 @@ from manyhands.data.batch import columns
 from manyhands.data.ragged import Ragged
 from manyhands.data.source import Pick, Planned, Reading, Source
 from manyhands.data.strata import Strata
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import LIBRARIES, BadInput, ManyhandsError
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.worker import Worker
 
@@ -52,13 +51,7 @@ ROUNDING = 1e-4
 _ALWAYS = ("torch", "numpy")
 _BACKEND = "manyhands_backend"  # this library's own, beside the package
 _PATH = re.compile(r"[~/\\]|[A-Za-z]:[/\\]")
-_LIBRARIES = tuple(
-    f"{folder}/"
-    for folder in (
-        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-        Path(__file__).parents[1],
-    )
-)
+_LIBRARIES = (*LIBRARIES, f"{Path(__file__).parents[1]}/")
 
 
 def compare(worker: Worker, facts: Callable[[], Facts]) -> None:
@@ -149,7 +142,6 @@ def _own_modules() -> Iterator[tuple[str, ModuleType]]:
             yield name, module
 
 
-@functools.cache  # a large program has thousands of modules, and asks at each `prepare`
 def _in_a_library(file: str) -> bool:
     """Whether it belongs to Python, to an installed package or to this one, or is no Python source."""
     return file.startswith(_LIBRARIES) or not file.endswith(".py") or "-packages/" in file
