@@ -250,6 +250,23 @@ def preload() -> None:
             print(f"not preloaded: {name}", file=sys.stderr)
 
 
+def run_tests(tree: Path, tests: list[str]) -> str:
+    """In this process: the first of the tests that fails, or why none could be run, or ""."""
+    os.setsid()
+    os.chdir(tree)
+    with (tree.parent / f"{tree.name}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ["PYTHONPATH"] = str(tree / "src")
+    sys.path[0] = str(tree / "src")
+    import pytest
+
+    first = FirstFailure()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", "60", "--no-header", "--fuzz", "500"]
+    code = pytest.main([*options, "-m", "", *tests], plugins=[first])
+    return first.name or ("" if code in (0, 5) else f"{NO_TEST} {int(code)}")
+
+
 def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
     """The first of the tests that fails in a process of its own, or None. `timeout`: no end within `limit_s`."""
     if not tests:
@@ -259,31 +276,7 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
     if child == 0:
         failed = ""
         try:
-            os.setsid()
-            os.chdir(tree)
-            with (tree.parent / f"{tree.name}.log").open("w") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            os.environ["PYTHONPATH"] = str(tree / "src")
-            sys.path[0] = str(tree / "src")
-            import pytest
-
-            first = FirstFailure()
-            options = [
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                "",
-                "--timeout",
-                "60",
-                "--no-header",
-                "--fuzz",
-                "500",
-            ]
-            code = pytest.main([*options, *tests], plugins=[first])
-            failed = first.name or ("" if code in (0, 5) else f"{NO_TEST} {int(code)}")
+            failed = run_tests(tree, tests)
         except BaseException as error:  # noqa: BLE001 - it is told by the parent
             failed = f"{NOT_RUN}: {error!r}"
         finally:  # whatever happens: what follows is the parent's
