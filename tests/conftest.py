@@ -37,6 +37,8 @@ STDERR = pytest.StashKey[IO[str]]()
 GROUPS = {  # of a folder or file: its tests share what takes seconds to start
     "spark_": "spark",
     "keras_": "keras",
+    "hosts": "hosts",
+    "torchrun": "hosts",
     "test_site.py": "site",
     "test_report_integration.py": "browser",
     "test_compare_integration.py": "compare",
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     So do the commands of the documentation: each of them takes minutes, and the last to start would run alone.
     """
     for item in items:
-        for group in filter(None, map(GROUPS.get, item.path.parts)):
+        for group in filter(None, map(GROUPS.get, item.path.relative_to(item.config.rootpath).parts)):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(
         key=lambda item: not (item.get_closest_marker("xdist_group") or item.path.name.startswith("test_readme"))
