@@ -4,8 +4,6 @@ A system is a check of a schedule: it runs the schedule, and raises where a prom
 draws, or the world that it begins; what `keeps` raises says which one it was, and so how to have the failure again.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Shared by all tests: one warm fork server, so that starting workers costs milliseconds."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault(

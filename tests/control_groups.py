@@ -1,7 +1,5 @@
 """Control groups of this machine with a CPU quota, version 1 or 2."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

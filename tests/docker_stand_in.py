@@ -6,8 +6,6 @@ image's environment is the Dockerfile's. Docker's NAT is a proxy for each publis
 userland proxy is. Ends with 99 where something was left in /dev/shm or /tmp.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

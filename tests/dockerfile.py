@@ -1,7 +1,5 @@
 """The repository's Dockerfile, as tests read it: its instructions, joined lines."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Step executors of the tests' own: one that moves parameters without gradients, and one of half a replica."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A parser survives an input when it takes it, or raises what its contract names, without taking more memory than `bounded` gives.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

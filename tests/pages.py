@@ -9,8 +9,6 @@ A mark above a fence says how its block is run: without one, by test_readme.py, 
 - `<!-- run in containers -->`, and on the first or second of two hosts: by test_containers_integration.py, where namespaces are.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

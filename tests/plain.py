@@ -1,7 +1,5 @@
 """The naive reference: a plain PyTorch loop, small models and data for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

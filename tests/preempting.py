@@ -1,7 +1,5 @@
 """A loss that has its run preempted at a counted call, so that how far the run came depends on no clock."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What is refused, for tests that try many inputs in a loop: the one that was taken is named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

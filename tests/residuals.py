@@ -1,7 +1,5 @@
 """Error feedback over many steps, on a group of any kind: what was applied and what waits are all gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

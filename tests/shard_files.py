@@ -1,7 +1,5 @@
 """Writes files of every format that `shards` reads, whose rows are numbers, and tells the numbers of a batch."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Of many cases of a test, which take seconds each, the first in `make test`, all in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ expression of the API with its keywords, an option, an engine, a variable; or a 
 letter as an option's value (`window=w`) stands for any, `…` for what a reader fills in.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

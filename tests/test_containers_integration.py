@@ -1,7 +1,5 @@
 """docs/containers.md as it stands: in namespaces that stand for containers, since no docker daemon is needed for them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

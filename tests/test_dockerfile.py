@@ -1,7 +1,5 @@
 """The Dockerfile says what the repository has: its sources, extras, command and Python; a daemon builds it where one is."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -4,8 +4,6 @@ Every program here is a process of its own with a home, a temporary folder and a
 no process of it lives. What the engine alone shows is in tests/engines; this is whole runs of `train` and of the command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The programs in examples/ run as they stand and learn; plain.py and gan.py are in own_loop/test_prepare_integration.py."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """benchmarks/local_sgd_speedup.py and its page: the data, the tables, and the claim on a small problem."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from typing import Any

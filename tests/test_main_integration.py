@@ -1,7 +1,5 @@
 """The command from its first moments on: signals while it imports and while its workers start, and readers that go away."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

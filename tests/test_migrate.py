@@ -1,7 +1,5 @@
 """docs/migrate.md: what each row names is there, and does what the row says."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people get wrong in their first hour ends in one clear line, before anything starts where that can be known."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import sys

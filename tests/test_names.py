@@ -1,7 +1,5 @@
 """What other systems call things: each word leads to something of ours, in errors as on the page of names."""
 
-from __future__ import annotations
-
 import pytest
 
 import tables

@@ -1,7 +1,5 @@
 """process_memory.py: what the system says is free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from manyhands.process_memory import available

@@ -5,8 +5,6 @@ script before and after: its sides are saved as train.py and prepared.py for the
 `--max-steps`, so that all of this takes seconds.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

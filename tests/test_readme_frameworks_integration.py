@@ -4,8 +4,6 @@ What the blocks take for granted (a session, DataFrames, a model) is given to th
 environment of the others: `python -m venv /tmp/tf && /tmp/tf/bin/pip install tensorflow-cpu jax -e '.[spark,tensorboard]' pytest pytest-timeout`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What a release consists of agrees: the version, the changelog, the citation, and the workflows that test and publish."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """What `make wheel` builds: it holds what it should and nothing else, and trains where there is nothing but it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What SIGTERM does before anybody could stop for it; see also test_main_integration.py."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The documentation as a site: it builds without a dead link, and its pages hold what people look for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Spec strings, there and back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Spec strings and other texts of options that nobody meant: an object whose own text gives it again, or BadInput."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """What a task refuses, and what its supervised form counts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

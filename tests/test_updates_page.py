@@ -1,7 +1,5 @@
 """docs/updates.md shows what was recorded, what it says of the records holds, and its table has all strategies."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """What a worker does for its replica."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Code of its own beside the loop: when it is called, what it sees, and what it may change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

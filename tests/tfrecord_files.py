@@ -1,7 +1,5 @@
 """Writes TFRecord files as the format's guide describes them, their Examples by protobuf's own library."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Hosts that do not see the folder of checkpoints."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, verified before they are believed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

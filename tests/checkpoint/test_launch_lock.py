@@ -1,7 +1,5 @@
 """One driver at a time in a run directory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """A model's file that several workers write, each its ranges."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Parts of checkpoints that are written beside training: of their step, one at a time, and reported once."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """When parts make a checkpoint: decided from what happened, in any order."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

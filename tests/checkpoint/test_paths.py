@@ -1,7 +1,5 @@
 """Paths elsewhere, and what a user may name a run directory by."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A replica's state through a checkpoint, and back."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which copy of a parameter counts in a checkpoint, and what a resume with other workers or another plan reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups in real processes: forked here, watched with a deadline, and gone afterwards whatever happens."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

@@ -1,7 +1,5 @@
 """Ring groups over socket pairs, for tests: made before a fork, or given to threads."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """What the ranks of a group run, and what is expected of them: the same for groups of every kind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

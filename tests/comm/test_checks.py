@@ -1,7 +1,5 @@
 """What every group refuses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Mailboxes of every group pass the conformance suite, in real processes where they have any; lost peers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Messages of signs: what is taken out of a vector is what others add, to the bit, and nothing else is believed."""
 
-from __future__ import annotations
-
 import struct
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Several ranks as threads of the test's process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar

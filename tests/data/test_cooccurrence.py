@@ -1,7 +1,5 @@
 """Counts of pairs of words: equal to a dict's, whatever the memory."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """data/corpus.py: what becomes of lines and words, whatever they come from, and what is refused."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import os

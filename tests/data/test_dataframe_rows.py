@@ -1,7 +1,5 @@
 """data/dataframe_rows.py and spool.py: rows of a DataFrame, by the hosts that keep them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

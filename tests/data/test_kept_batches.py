@@ -1,7 +1,5 @@
 """A stream that is read once, whatever slices are asked for, as long as they are of what is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Leases: every slice exactly once, whatever the interleaving and whoever is lost; nobody waits for rows that nobody has begun."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import random

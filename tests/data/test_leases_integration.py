@@ -1,7 +1,5 @@
 """Rows leased through a real driver: by processes, each at its own pace."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A loader that can go on by itself: its state is in checkpoints, and what was read is not read again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

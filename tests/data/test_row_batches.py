@@ -1,7 +1,5 @@
 """data/row_batches.py and row_files.py: rows that travel, and rows that are written."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

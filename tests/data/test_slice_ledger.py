@@ -1,7 +1,5 @@
 """Who trains what since the last round, and who gets the slices of those who are lost."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

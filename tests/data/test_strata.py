@@ -1,7 +1,5 @@
 """Keys in blocks and rows in cells: each row once, blocks of equally many keys and rows, an order that no worker changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

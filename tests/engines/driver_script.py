@@ -1,7 +1,5 @@
 """A driver in a process of its own, for tests that kill it, and what is left of it afterwards."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ It is forked from a process that has loaded torch already, and so are the fork s
 takes 2 s of CPU until it has loaded torch, and a fork server 5 s.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Real TensorFlow and real JAX, where they are installed: programs of theirs, which know nothing of manyhands."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

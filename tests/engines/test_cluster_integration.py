@@ -1,7 +1,5 @@
 """Other frameworks' clusters on real processes: torch.distributed, roles that never return, errors, kills."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Rows that programs of another framework give back, on real processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The contract of engines, by one of ten lines: workers are threads of this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Engine `local` passes the conformance suite; and the suite fails engines that break a promise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Cores and descriptors: what a host has, and what several workers share of it."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups over whatever workers can meet by; here workers are threads, and the places are two stores of torch's, and a dict."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

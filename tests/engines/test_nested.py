@@ -1,7 +1,5 @@
 """Engine `inside`: several workers make the same call; here they are threads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

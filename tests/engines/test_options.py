@@ -1,7 +1,5 @@
 """Options as users write them: quantities, roles, survive."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

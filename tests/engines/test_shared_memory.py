@@ -1,7 +1,5 @@
 """Shared memory swapped between ranks that inherit nothing; here the ranks are threads, each with descriptors of its own."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

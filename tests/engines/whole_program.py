@@ -1,7 +1,5 @@
 """What a program may do with its worker, in one program: for engines whose launches take seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

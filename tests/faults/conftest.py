@@ -1,7 +1,5 @@
 """Trials on a warm fork server, simulated ones, and the run of one worker that all are held against."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that lose workers: where a worker is struck, and what its run is held against."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -3,8 +3,6 @@
 The loss is minus the mean of the numbers of a batch. With rate 1, a step on n rows adds 1 / n to each of theirs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations_with_replacement, pairwise

@@ -1,7 +1,5 @@
 """Engine `sim` loses workers as processes are lost: the bits follow from the seed and from who was a member when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

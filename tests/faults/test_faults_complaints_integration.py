@@ -1,7 +1,5 @@
 """What users of other libraries reported, as it is here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numbered_rows

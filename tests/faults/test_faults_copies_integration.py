@@ -1,7 +1,5 @@
 """Runs whose server shards have copies: a shard's primary, its backup or both are killed at each place of a run."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

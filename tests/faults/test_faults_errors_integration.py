@@ -1,7 +1,5 @@
 """A worker that raises, exits, runs out of memory or is much slower is lost; the program's own error ends the run."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes are killed at each place of a run, and several of them; all pairs of place and victim: test_faults_simulated.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A run that cannot go on starts again from its newest checkpoint: one history, each row once, the result of a run without
 faults. Simulated runs: test_faults_simulated.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A process is lost where a server holds the parameters: in step, at their own pace, in pairs, and in memory that all share.
 Each row counts once. All pairs of place and victim: test_faults_simulated.py."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import signal

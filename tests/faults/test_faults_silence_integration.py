@@ -1,7 +1,5 @@
 """A worker that stops or hangs, and a run whose driver is asked to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 The replaced and the not replaced, the first worker and another: each row and each step counts once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run remembers besides parameters, when processes are lost: validations, checkpoints, also on a full disk."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

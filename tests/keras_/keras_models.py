@@ -1,7 +1,5 @@
 """Small compiled Keras models and their rows. Keras, which takes seconds to import, is imported when it is first used."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Keras callbacks, on one worker."""
 
-from __future__ import annotations
-
 import csv
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keras models on two workers: simulated ones, and twice processes, which import Keras anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A compiled model's loss, its weight, and metrics that add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What manyhands sees of a Keras model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

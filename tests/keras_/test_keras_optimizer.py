@@ -1,7 +1,5 @@
 """A Keras optimizer as PyTorch has optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

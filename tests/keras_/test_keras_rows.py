@@ -1,7 +1,5 @@
 """x, y and sample weights as rows of a task."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`mh.keras.task` on one worker: what model.fit does without shuffling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

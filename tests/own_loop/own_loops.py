@@ -1,7 +1,5 @@
 """The plain training script of these tests, and its prepared form: the same loop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

@@ -1,8 +1,6 @@
 """Own loops in which all workers compute the same, and programs that never call `prepare`: named in the first steps, and
 only where it is a fault."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Losses that add up over rows: told from means by their graph, named in the first step, and right with the remedy."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

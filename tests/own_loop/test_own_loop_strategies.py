@@ -1,7 +1,5 @@
 """Strategies in a prepared loop, beside the same on the loop of `mh.train`: workers are threads."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

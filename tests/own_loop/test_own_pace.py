@@ -1,7 +1,5 @@
 """A prepared loop whose workers go at their own pace: workers are threads, the server is in this process."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """One prepared pair in the user's own loop, alone and on workers that are threads."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

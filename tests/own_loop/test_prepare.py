@@ -1,7 +1,5 @@
 """The public names of the user's own loop, in a process that no engine started."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The user's own loop on simulated workers, each with random numbers of its own, and on real processes: local ones, scripts, torchrun."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

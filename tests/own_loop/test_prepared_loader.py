@@ -1,7 +1,5 @@
 """Shares of the user's own loader: who reads which rows, stand-ins, what happens at the end and after a break."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """Scripts that torchrun or `manyhands run` runs again after a lost worker: `train()` inside goes on from its newest
 checkpoint, in one history."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

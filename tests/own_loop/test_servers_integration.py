@@ -1,7 +1,5 @@
 """A server for a loop of one's own, started with the workers: real processes, the simulator, one worker alone."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that stages cut, and tasks that train them in float64: AdamW with weight decay and a schedule, clipped."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

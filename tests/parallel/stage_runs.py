@@ -1,7 +1,5 @@
 """Runs of replicas of several stages, and of replicas of one worker that they are held against."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

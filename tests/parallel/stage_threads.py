@@ -1,7 +1,5 @@
 """Replicas of several stages whose workers are threads of the test."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import TypeVar

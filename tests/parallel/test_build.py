@@ -1,7 +1,5 @@
 """A part of a model has the whole model's values, and its random stream."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 

@@ -1,7 +1,5 @@
 """An optimizer whose state lies in a file steps as one whose state is in memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

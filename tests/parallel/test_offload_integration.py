@@ -1,7 +1,5 @@
 """Stages whose optimizer's state lies on the disk, in processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What plans are predicted to take, from costs that are given: closed forms, and what fits."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Plans of real models, measured by workers: their units, their files, and runs that they choose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

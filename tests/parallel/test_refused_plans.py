@@ -1,8 +1,6 @@
 """Plans that are refused before anything starts, or before a worker builds its part, and the words that matter of what is
 said."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

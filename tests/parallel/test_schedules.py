@@ -1,7 +1,5 @@
 """Schedules: what each stage does, how many micro-batches it holds, that no order ends in a deadlock."""
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import product
 

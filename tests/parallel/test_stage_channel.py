@@ -1,7 +1,5 @@
 """Tensors between neighbours: their shapes and dtypes, in order, in pieces, without waiting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Others stand in the docstrings of test_stages.py and test_stages_result_integration.py.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

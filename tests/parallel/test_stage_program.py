@@ -1,7 +1,5 @@
 """A stage's span in one process: two of them, one after the other, are the whole program."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,8 +1,6 @@
 """Replicas of several stages train as replicas of one worker: on engine `sim`, whose bits are those of processes
 (test_stages_integration.py)."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages on a GPU, which two workers share. Without one nothing is run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

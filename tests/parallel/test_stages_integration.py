@@ -1,7 +1,5 @@
 """Stages in processes, here, on hosts and under torchrun, compute what they compute on engine `sim`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What comes of a run of stages: a file that its workers wrote together, and a model that is read when it is asked for."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas of several stages with a server, in processes: they train as replicas of one worker."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

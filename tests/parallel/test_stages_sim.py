@@ -1,7 +1,5 @@
 """Stages on simulated workers: the seconds that a schedule takes on virtual clocks, faults, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """A run whose replicas are several stages goes on when one of their workers is lost: with whole replicas."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

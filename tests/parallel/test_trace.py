@@ -1,7 +1,5 @@
 """Where a program can be cut, and why elsewhere not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The backend `manyhands` and gloo pass the same suite; and what programs that use torch.distributed get of it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,8 +1,6 @@
 """Libraries that train on torch.distributed (accelerate, which Hugging Face's Trainer is on, and Lightning) end with gloo's
 parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

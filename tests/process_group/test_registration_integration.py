@@ -1,7 +1,5 @@
 """How programs come by the backend: by its name, in gloo's place, with `manyhands run`, over several hosts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

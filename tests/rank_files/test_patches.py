@@ -1,7 +1,5 @@
 """The replaced functions, as another rank than the first has them, in this process."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

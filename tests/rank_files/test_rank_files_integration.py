@@ -3,8 +3,6 @@
 Under torchrun: tests/own_loop/test_prepare_integration.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Who meets at which folder, what counts as a collective, and for whom functions are as they were given."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

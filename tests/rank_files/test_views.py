@@ -1,7 +1,5 @@
 """Both views in one process, without patches: who is ahead is the test's to say; and who owns a file."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Control bits: what a worker knows of the others' rows at the end of a tick."""
 
-from __future__ import annotations
-
 from manyhands.replica.control_bits import MORE, ControlBits
 from manyhands.worker import Worker
 

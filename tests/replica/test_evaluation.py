@@ -1,7 +1,5 @@
 """The one answer's buffers, and its metrics."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

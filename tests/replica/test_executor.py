@@ -1,7 +1,5 @@
 """Executors of the tests' own: half of a replica, and copies. Whole trainings with them: tests/training/test_task_executor.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each step executor keeps what the contract promises: one worker's, and those of replicas that several workers hold."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is alike and what is not, without a run; runs that differ are in test_fingerprint_integration.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Other code, settings or data on a joined host, and replicas that drift apart: each ends the run and is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

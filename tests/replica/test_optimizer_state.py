@@ -1,7 +1,5 @@
 """The optimizer's state, averaged over replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

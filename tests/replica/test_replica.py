@@ -1,7 +1,5 @@
 """The replica against a plain PyTorch loop, alone and together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Spark clusters of the tests: one master in this process with two executors of two cores, each a JVM of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

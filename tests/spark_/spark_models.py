@@ -1,7 +1,5 @@
 """Models of the Spark tests: in a module, so that a saved one can be made again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

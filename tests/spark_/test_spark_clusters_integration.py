@@ -1,8 +1,6 @@
 """Other clusters, each with a driver in a process of its own: Spark Connect, where it is a client without a JVM, and a
 standalone master with two workers, which pyspark's own `spark-class` starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

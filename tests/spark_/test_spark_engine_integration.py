@@ -1,7 +1,5 @@
 """Engine `spark` on a cluster of two executors: what a program may do, errors, clusters that are too small, executors that die."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The Estimator in Spark ML: fit, transform, evaluate, pipelines, cross-validation, and what lies on disk."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

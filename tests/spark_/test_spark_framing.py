@@ -1,7 +1,5 @@
 """spark/dataframe.py where no session is needed: tables in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

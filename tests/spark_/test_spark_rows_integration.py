@@ -1,7 +1,5 @@
 """Every row of a DataFrame once an epoch, whatever its partitions look like."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

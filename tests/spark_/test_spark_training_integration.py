@@ -1,7 +1,5 @@
 """Training on Spark: what a local run gives, a Spark run gives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Stored models: what comes back, what is refused; cut, edited or written by somebody else they give the module that the caller
 named, or BadInput."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

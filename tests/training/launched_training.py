@@ -1,7 +1,5 @@
 """What every worker of a launched program does by train(), and what must come of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Trainings with a parameter server on engine `local`, and what their events say was trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which parameters are kept."""
 
-from __future__ import annotations
-
 import torch
 
 import plain

@@ -1,7 +1,5 @@
 """What callbacks remember is saved with each checkpoint: a resumed run is an uninterrupted one for them, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways through an epoch: workers in step, and workers at their own pace with leased rows; simulated."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who joins a run that trains, and must be alike: whoever is not is refused alone."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

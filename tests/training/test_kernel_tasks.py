@@ -1,7 +1,5 @@
 """Tasks with a kernel: what goes together, the rate, the loss, what is refused, and the model that comes back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The one worker loop, whatever the strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A model with float32 and bfloat16 parameters: a shard for each, under every kind of exchange that a float32 model has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`partition="fixed"`: each worker keeps its part of the rows, in simulated runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run directory, on a disk and elsewhere: opened, refused, resumed, damaged, and written by drivers that are killed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

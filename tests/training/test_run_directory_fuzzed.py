@@ -1,7 +1,5 @@
 """Files of a run directory that were cut, edited or written by somebody else: the older checkpoint with a warning, or one clear error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run directory that several processes reach by a URL."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

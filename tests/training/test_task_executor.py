@@ -1,7 +1,5 @@
 """Executors that a task gives, through the whole loop: one without gradients, and one of replicas held in halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

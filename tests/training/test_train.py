@@ -1,7 +1,5 @@
 """train() on one worker, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

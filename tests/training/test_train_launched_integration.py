@@ -1,7 +1,5 @@
 """train() where every worker makes the same call: in a script under torchrun or `manyhands run`, in a function under launch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """train() with a parameter server, leases and workers of their own pace: simulated, and on real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connected channels of every sort, a raw socket at the other end of one, and a hello."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

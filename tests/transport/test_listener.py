@@ -1,7 +1,5 @@
 """A listener on real sockets: who is let in, who is not, and that it goes on whatever comes."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import select

@@ -1,7 +1,5 @@
 """Frames, channels and hellos that nobody meant: refused as such, in bounded memory, and the next peer is served."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket

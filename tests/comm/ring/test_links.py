@@ -1,7 +1,5 @@
 """Links: frames go out and come in piece by piece; who is blamed for a silence, what an end means, and who hears it."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

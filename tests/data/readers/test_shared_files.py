@@ -1,7 +1,5 @@
 """data/readers/shared_files.py: which files a table has, and every row of them read by one reader."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """data/readers/tfrecords.py and tfrecord_writer.py: records and their checksums, Examples as columns, and what is broken."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import io

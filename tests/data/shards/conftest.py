@@ -1,7 +1,5 @@
 """Tests of shards keep nothing in the user's own cache folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """data/shards/arrow_rows.py: what becomes record batches, with which names and types."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """data/shards/block_order.py and dealing.py: every row once, block by block, the same for any number of workers."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """data/shards/host_cache.py: each block once on a host, whole or not at all, within the limit."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """data/shards/formats/mosaic.py: shards as mosaicml-streaming writes them, each encoding, and what is damaged."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

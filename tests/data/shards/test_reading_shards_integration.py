@@ -1,7 +1,5 @@
 """data/shards in processes: one writer of a host's block, memory that the data does not set, and runs of one and several workers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """data/shards/formats: what each format's files hold, compared with what their own libraries say."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import datetime

@@ -1,7 +1,5 @@
 """data/shards/source.py: each row of many files once, in the same order for any number of workers."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

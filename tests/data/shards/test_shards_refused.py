@@ -1,7 +1,5 @@
 """What cannot be trained on is refused before a step is made, with exit code 2 and a message of what came and what to do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """data/shards/stored_file.py: exact ranges, tries, and files that are not what they were."""
 
-from __future__ import annotations
-
 import io
 import os
 import uuid

@@ -1,7 +1,5 @@
 """data/shards/survey.py: facts of small files that a hand can count, and advice where something is wrong."""
 
-from __future__ import annotations
-
 import decimal
 import gzip
 import io

@@ -1,7 +1,5 @@
 """data/shards/write.py and row_shuffle.py: what is written is read again; all files, or none."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """For tests of drivers without a process: hosts that send what the test gives them, and an observer that writes down."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A driver without processes: what it answers, and what it makes of what its hosts say."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from typing import Any

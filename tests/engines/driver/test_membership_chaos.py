@@ -4,8 +4,6 @@ Each simulated worker starts, asks for a place, computes steps in lockstep with 
 Messages of one worker to and from the driver stay in order, those of several do not. `World(seed).run()` repeats a failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

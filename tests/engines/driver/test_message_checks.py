@@ -1,7 +1,5 @@
 """What a member of a run may report of its processes, and how the driver treats the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

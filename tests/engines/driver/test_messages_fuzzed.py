@@ -1,7 +1,5 @@
 """What a host that joined, or wants to, may say to a driver: a message that makes no sense ends that host's part, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Sequence

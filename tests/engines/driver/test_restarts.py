@@ -1,7 +1,5 @@
 """When a run starts again from its newest checkpoint, and when it ends: the rules alone."""
 
-from __future__ import annotations
-
 from manyhands.engines.driver.restarts import Restarts
 
 ERROR = ("ValueError", "train.py:31")

@@ -1,7 +1,5 @@
 """Who is slower than the others, judged from the seconds of steps."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`manyhands train --max-restarts`: a driver that was killed is started again; signals and exit codes pass through."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What tests of several hosts on one machine need: credentials of their own, and that nothing is left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two "hosts" on loopback: the driver in this process, and joiners beside it, in its threads or in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

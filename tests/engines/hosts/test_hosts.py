@@ -1,7 +1,5 @@
 """Engine hosts without a second process: what is refused, and what is said."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

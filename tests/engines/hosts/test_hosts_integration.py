@@ -1,7 +1,5 @@
 """A run on two "hosts" of one machine: everything but the wire between them is real."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

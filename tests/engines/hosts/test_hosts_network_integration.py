@@ -1,7 +1,5 @@
 """Two hosts in two network namespaces, with addresses and names of their own; skipped where namespaces are not allowed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """train(), predict() and loops of one's own over two "hosts" of one machine: what another way of travelling could change."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

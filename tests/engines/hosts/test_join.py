@@ -1,8 +1,6 @@
 """A joined host: the driver's view of it at one end of the line, its agent at the other, and processes that only take notes;
 or a test at either end, for what neither of them would say."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

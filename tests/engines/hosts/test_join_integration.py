@@ -1,7 +1,5 @@
 """Driver and joined host in processes of their own, which may be killed: who is named, and that nothing is left on either side."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

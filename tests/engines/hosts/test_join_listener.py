@@ -1,7 +1,5 @@
 """Who may join; waiting for the hosts of a run: how it ends, in which order the hosts lie, and what each is told."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

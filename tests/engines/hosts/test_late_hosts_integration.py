@@ -1,7 +1,5 @@
 """Hosts that join a run under way, come back to it, and leave it in order: several "hosts" of one machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ Each fault fires once, where it is asked for; every row is trained once, and eac
 each way to go on: places, victims and strategies are crossed where runs cost less, in tests/faults.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

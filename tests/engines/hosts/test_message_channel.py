@@ -1,7 +1,5 @@
 """Messages over a socket pair, both ends in this process; and values that travel as JSON and tensors."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Who is where and how they are reached; the run's secret; how long processes of several hosts try to reach each other."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator, Sequence

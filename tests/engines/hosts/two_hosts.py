@@ -1,7 +1,5 @@
 """Two hosts on one machine, as far as networks and names go: namespaces joined by a virtual cable. Nothing of them has a name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Fork servers for launches in this process that have loaded torch already, which takes five seconds of CPU each time."""
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Faults on real processes: each fires once, where it is asked for, and the run ends as one that dies by itself; and who is
 blamed for a process that stands still where all workers meet."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Descriptors and children of the fork server; how a worker's process ends, and what it is given, without a process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever is killed, everything ends, and soon; and what a driver's process may be."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

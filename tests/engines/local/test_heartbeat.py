@@ -1,7 +1,5 @@
 """The sockets between a worker and its driver, and what a worker says over them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Engine `local` beyond the conformance suite: what workers find, how they fail, and what is left of them."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

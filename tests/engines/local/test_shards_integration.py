@@ -1,7 +1,5 @@
 """The parameter server's shards as processes of engine `local`; lost workers are fenced in test_faults_server_integration.py."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

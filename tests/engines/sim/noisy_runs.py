@@ -1,7 +1,5 @@
 """Runs whose data, model and loss draw from all generators of random numbers."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """For tests of the simulated engine's parts: programs on a timeline, and calls from outside of it."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

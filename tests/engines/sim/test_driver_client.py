@@ -1,7 +1,5 @@
 """Each simulated worker's line: what takes time, what happens at a step, who gets which rows, and the end of a backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

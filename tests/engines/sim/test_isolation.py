@@ -1,7 +1,5 @@
 """What one simulated worker does to the process, the others do not see; that their draws do not mix, test_sim_equals_local shows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Closed forms of the field, produced by the strategies' own code on simulated workers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What codecs compute takes virtual time: on workers before and after an exchange, at shards before a push is merged. Closed forms."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 `lan` is 1 Gbit/s and 0.1 ms between hosts: a megabyte takes 8 ms and 0.1 ms; on a host 80 Gbit/s and 2 us.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

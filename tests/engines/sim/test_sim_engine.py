@@ -1,7 +1,5 @@
 """Engine `sim` from outside: the conformance suite, errors, faults, time, and all that `train` and `launch` promise."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

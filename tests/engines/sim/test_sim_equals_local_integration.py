@@ -1,7 +1,5 @@
 """A simulated run on a free network beside the same run on real processes: the same bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The simulated group passes the conformance suite, has the bits of workers on one host, and never leaves anybody waiting."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence

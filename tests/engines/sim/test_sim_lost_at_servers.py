@@ -4,8 +4,6 @@ The model has one number for each row, see numbered_rows.py. All places of a los
 test_faults_simulated.py; more schedules, with copies, are searched through by test_training_chaos.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numbered_rows

@@ -1,7 +1,5 @@
 """The simulated server passes the conformance suite, also over a network that loses messages; its times and its faults."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Simulated runs that go on when workers are lost, by the same decisions as real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

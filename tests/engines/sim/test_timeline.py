@@ -1,7 +1,5 @@
 """Virtual time: programs take turns by what is due, in an order that the seed draws; some are killed, and nobody hangs unnoticed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ model has one number for each row, so that its parameters show which rows are in
 that `sim` does not have, as a broken connection between two copies, test_membership_chaos.py and test_replication_chaos.py have.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter, deque

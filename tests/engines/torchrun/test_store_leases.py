@@ -1,7 +1,5 @@
 """Leases at the launcher's store: each slice once, whoever else writes meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

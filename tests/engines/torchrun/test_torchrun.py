@@ -1,7 +1,5 @@
 """What launchers say in the environment."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

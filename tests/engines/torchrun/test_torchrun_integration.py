@@ -3,8 +3,6 @@
 Each launch answers what several tests ask.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

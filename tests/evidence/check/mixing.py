@@ -1,7 +1,5 @@
 """A network with dropout, batch norm and augmentation, and a loss by the first argument."""
 
-from __future__ import annotations
-
 import random
 import sys
 

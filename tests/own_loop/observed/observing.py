@@ -1,7 +1,5 @@
 """Runs scripts that know of no workers, on several workers and alone: many scripts in one set of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Scripts on a GPU: observed ones, the Trainer of transformers, the backend with one rank. Without a GPU nothing is run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

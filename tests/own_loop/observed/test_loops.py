@@ -1,7 +1,5 @@
 """Which lines feed a backward, whatever the order of iterating, fetching, backward and ending, and whatever the nesting."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a loss is a mean or a sum over rows, from the gradients of a batch and of its parts: with and without noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

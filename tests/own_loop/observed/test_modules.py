@@ -1,7 +1,5 @@
 """Which modules an optimizer steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

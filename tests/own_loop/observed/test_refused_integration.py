@@ -1,7 +1,5 @@
 """What several workers cannot run is refused in one line that names the script's line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What the text of a script is, and which of its numbers are of one worker's rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

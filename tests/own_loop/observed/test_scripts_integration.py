@@ -1,7 +1,5 @@
 """The table of docs/zero.md: scripts of well-known shapes, each as it came out, beside one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

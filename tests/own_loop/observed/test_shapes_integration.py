@@ -1,7 +1,5 @@
 """A script under observation on several workers is the script on one: parameters after each step, rates, printed losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An observed loop under strategies that `mh.prepare` takes: it ends well, all workers hold one model, it has learned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

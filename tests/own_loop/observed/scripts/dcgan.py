@@ -1,7 +1,5 @@
 """Two networks against each other: batch norm, noise, three backwards a step, two optimizers."""
 
-from __future__ import annotations
-
 import torch
 from record import images, options, printed
 from torch import nn

@@ -1,7 +1,5 @@
 """A residual network on made-up images: meters, accuracies, StepLR, a checkpoint and a copy of the best; it can make a group of processes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

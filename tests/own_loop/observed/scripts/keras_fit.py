@@ -1,7 +1,5 @@
 """A Keras model that is compiled and fitted, on the torch backend."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

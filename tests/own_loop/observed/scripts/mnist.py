@@ -1,7 +1,5 @@
 """A convolutional network on images of digits, as beginners train it: Adadelta, StepLR, dropout, a test after each epoch."""
 
-from __future__ import annotations
-
 import torch
 from record import dropout, evaluated, images, options, printed
 from torch import nn

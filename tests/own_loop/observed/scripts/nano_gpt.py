@@ -1,7 +1,5 @@
 """A small language model whose batches are drawn by hand; with the variable RANK it is a program of DistributedDataParallel."""
 
-from __future__ import annotations
-
 import os
 
 import torch

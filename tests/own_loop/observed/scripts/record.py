@@ -1,7 +1,5 @@
 """What the scripts record for the tests: parameters after each step, rates, and what they print."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts that several workers cannot run as they are; which one is the first argument."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

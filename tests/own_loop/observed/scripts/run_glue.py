@@ -1,7 +1,5 @@
 """A small transformer by Hugging Face's Trainer."""
 
-from __future__ import annotations
-
 import argparse
 
 import torch

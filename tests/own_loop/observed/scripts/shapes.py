@@ -1,7 +1,5 @@
 """Training loops of the shapes that scripts have, on 203 rows in batches of 32; which one is the first argument."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A variational autoencoder: a loss that is a sum over the batch, drawn noise, an epoch's loss divided by the dataset."""
 
-from __future__ import annotations
-
 import torch
 from record import evaluated, images, options, printed
 from torch import nn
