@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -299,49 +299,63 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
     return failed or (None if ended else "timeout")
 
 
-def mutate(tree: Path, change: Change, clock: Iterator[int]) -> bytes:
-    """Write the changed file. Its time of change is one of its own, else Python takes older bytecode. Returns what was there."""
+@contextmanager
+def mutated(tree: Path, change: Change, clock: Iterator[int]) -> Iterator[None]:
+    """The changed file is in the tree until the end. Its time of change is one of its own, else Python takes older bytecode."""
     file = tree / change.mutant.path
     plain = file.read_bytes()
-    file.write_bytes(plain[: change.start] + change.mutant.after.encode() + plain[change.stop :])
-    os.utime(file, (next(clock),) * 2)
-    return plain
+
+    def write(text: bytes) -> None:
+        file.write_bytes(text)
+        os.utime(file, (next(clock),) * 2)
+
+    write(plain[: change.start] + change.mutant.after.encode() + plain[change.stop :])
+    try:
+        yield
+    finally:
+        write(plain)
+
+
+class Copy:
+    """A scratch copy of the tree, in which mutants are tried one after another."""
+
+    def __init__(self, tree: Path, folder: Path, budget_s: float, job: int) -> None:
+        ignored = shutil.ignore_patterns(".venv", ".git", "build", ".mypy_cache", "__pycache__", ".pytest_cache")
+        self.tree = Path(shutil.copytree(tree, folder / "tree", ignore=ignored))
+        self._limit_s = 3 * budget_s + 90
+        self._clock = iter(range(1_000_000_000 + job, 2_000_000_000, 10))
+        self._fails_alone: dict[str, bool] = {}  # whether a test fails on the unchanged source
+
+    def killer(self, change: Change, tests: list[str]) -> str | None:
+        """The first of the tests that fails with the change and passes without it, or why none could end, or None."""
+        left = tests
+        while left:
+            with mutated(self.tree, change, self._clock):
+                found = failing_test(self.tree, left, self._limit_s)
+            if found is None:
+                return None
+            if found not in tests:  # no test: pytest's exit code, or no end
+                if failing_test(self.tree, left, self._limit_s) == found:
+                    raise RuntimeError(f"{found} without a mutant, too: {left}")
+                return found
+            if found not in self._fails_alone:
+                self._fails_alone[found] = failing_test(self.tree, [found], 120) is not None
+            if not self._fails_alone[found]:
+                return found
+            left = [test for test in left if test != found]
+        return None
 
 
 def run(mutants: list[Mutant], tree: Path, recorded: Recorded, budget_s: float, job: int, jobs: int) -> None:
     """Try every `jobs`-th mutant, and print a line of JSON for each."""
-    scratch = Path(tempfile.mkdtemp(prefix="mutants-"))
-    copy = scratch / "tree"
-    ignored = shutil.ignore_patterns(".venv", ".git", "build", ".mypy_cache", "__pycache__", ".pytest_cache")
-    shutil.copytree(tree, copy, ignore=ignored)
-    clock = iter(range(1_000_000_000 + job, 2_000_000_000, 10))
-    alone: dict[str, bool] = {}  # whether a test fails on the unchanged source
-    try:
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        copy = Copy(tree, Path(folder), budget_s, job)
         for mutant in mutants[job::jobs]:
-            began, change = time.monotonic(), found_again(copy, mutant)
-            killer, tests = None, []
-            if change is not None:
-                tests = tests_of(change, recorded, budget_s)
-                plain = mutate(copy, change, clock)
-                tried = tests
-                while tried and (killer := failing_test(copy, tried, 3 * budget_s + 90)) in tests:
-                    (copy / mutant.path).write_bytes(plain)
-                    os.utime(copy / mutant.path, (next(clock),) * 2)
-                    if killer not in alone:
-                        alone[killer] = failing_test(copy, [killer], 120) is not None
-                    if not alone[killer]:
-                        break
-                    tried = [test for test in tried if test != killer]
-                    killer = None
-                    mutate(copy, change, clock)
-                (copy / mutant.path).write_bytes(plain)
-                os.utime(copy / mutant.path, (next(clock),) * 2)
-                if (killer or "").startswith(NO_TEST) and failing_test(copy, tried, 3 * budget_s + 90):
-                    raise RuntimeError(f"{killer} without a mutant, too: {tried}")
+            began, change = time.monotonic(), found_again(copy.tree, mutant)
+            tests = [] if change is None else tests_of(change, recorded, budget_s)
+            killer = None if change is None else copy.killer(change, tests)
             line = {**asdict(mutant), "gone": change is None, "tests": len(tests), "killed_by": killer}
             print(json.dumps({**line, "seconds": round(time.monotonic() - began, 1)}), flush=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run_jobs(mutants: list[Mutant], tree: Path, coverage: Path, budget_s: float, jobs: int) -> None:
