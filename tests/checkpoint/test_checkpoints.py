@@ -60,14 +60,27 @@ def check_passed_over(folder: AnyPath) -> str:
     return message
 
 
-def test_the_newest_two_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
-    for tick in (1, 5, 30, 200):
-        save(tmp_path, tick)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000200"]
-    found = newest(tmp_path)
-    assert (found.tick, found.ranks) == (200, 1)
-    assert torch.equal(found.tensors(0)["w"], torch.full((3,), 200.0))
-    assert found.values(0) == {"tick": 200}
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
+    folder = RemotePath(f"memory:/{tmp_path}/checkpoints")
+    yield folder
+    folder.remove()
+
+
+def names(folder: AnyPath) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_found(elsewhere: RemotePath, tmp_path: Path) -> None:
+    """Of one rank on a disk; elsewhere, every rank puts its own part there."""
+    for folder, ranks in ((tmp_path / "here", 1), (elsewhere, 3)):
+        for tick in (1, 5, 30, 200):
+            together(ranks, lambda worker, tick=tick, folder=folder: save_of(worker, folder, tick))
+        assert names(folder) == ["step-00000030", "step-00000200"]
+        found = newest(folder)
+        check(found, 200, ranks)
+        with checkpoints.within_reach(found, SoloGroup()) as there:
+            assert there == found
 
 
 def test_every_rank_writes_its_own_part_or_sends_it_where_it_does_not_see_the_folder(
@@ -319,27 +332,8 @@ def test_random_state_comes_back_whole() -> None:
         assert draw() != first
         rng.restore(*state)
         assert draw() == first
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
-    folder = RemotePath(f"memory:/{tmp_path}/checkpoints")
-    yield folder
-    folder.remove()
-
-
-def names(folder: RemotePath) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_elsewhere_every_rank_puts_its_own_part_and_the_newest_two_are_kept(elsewhere: RemotePath) -> None:
-    for tick in (1, 5, 30):
-        together(3, lambda worker, tick=tick: save_of(worker, elsewhere, tick))
-    assert names(elsewhere) == ["step-00000005", "step-00000030"]
-    found = newest(elsewhere)
-    check(found, 30, 3)
-    with checkpoints.within_reach(found, SoloGroup()) as there:
-        assert there == found
+        of_ranks = [(rng.seed_all(0, rank), draw()) for rank in (0, 1, 1)]
+        assert of_ranks[0] != of_ranks[1] == of_ranks[2]  # so that dropout draws apart on each rank
 
 
 def test_elsewhere_it_counts_once_its_manifest_is_there_and_a_damaged_one_is_replaced(elsewhere: RemotePath) -> None:

@@ -12,14 +12,7 @@ from manyhands.checkpoint import launch_lock
 from manyhands.checkpoint.launch_lock import LaunchLock, claim_in
 from manyhands.checkpoint.paths import RemotePath
 from manyhands.errors import BadInput, ManyhandsError
-
-
-@pytest.fixture
-def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(launch_lock.fcntl, "flock", refuse)
+from refusals import refused
 
 
 def in_a_child(lock: LaunchLock | None, directory: Path) -> tuple[int, int]:
@@ -56,8 +49,7 @@ def test_the_second_driver_hears_who_is_at_work(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     child, pipe = in_a_child(None, tmp_path)
-    with pytest.raises(BadInput, match="another process"):
-        LaunchLock(tmp_path)
+    refused("another process", LaunchLock, tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     LaunchLock(tmp_path).close()
@@ -75,31 +67,6 @@ def test_a_process_that_the_driver_forked_does_not_keep_the_lock(tmp_path: Path)
     os.waitpid(child, 0)
 
 
-@pytest.mark.usefixtures("no_flock")
-def test_without_locks_the_later_launch_has_the_directory(tmp_path: Path) -> None:
-    first = LaunchLock(tmp_path)
-    earlier = first.claim(1)
-    earlier.check()
-    second = LaunchLock(tmp_path)
-    assert not second.exclusive
-    later = second.claim(1)
-    later.check()
-    with pytest.raises(ManyhandsError, match=r"another run now uses .*launch 2, process \d+ on .*this run \(launch 1"):
-        earlier.check()
-    first.close()
-    second.close()
-
-
-def test_elsewhere_than_on_a_disk_the_number_decides(tmp_path: Path) -> None:
-    directory = RemotePath(f"memory:/{tmp_path}")
-    earlier, later = LaunchLock(directory).claim(1), LaunchLock(directory).claim(1)
-    assert (earlier.number, later.number) == (1, 2)
-    later.check()
-    with pytest.raises(ManyhandsError, match="launch 2"):
-        earlier.check()
-    directory.remove()
-
-
 def test_a_launch_json_that_says_nothing_is_written_anew(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"number": "7", "pid": 1}', '{"number": true}', "[" * 4000, "\0" * 20):
         (tmp_path / "launch.json").write_text(text)
@@ -110,16 +77,33 @@ def test_a_launch_json_that_says_nothing_is_written_anew(tmp_path: Path) -> None
         lock.close()
     (tmp_path / "launch.json").unlink()
     os.mkfifo(tmp_path / "launch.json")  # a pipe in its place is refused, and nobody waits
-    with pytest.raises(BadInput, match="must be a file"):
-        LaunchLock(tmp_path)
+    refused("must be a file", LaunchLock, tmp_path)
 
 
-def test_a_run_that_starts_again_has_a_claim_of_its_own(tmp_path: Path) -> None:
-    """Under the same lock: what a worker of the launch before still writes is refused."""
-    lock = LaunchLock(tmp_path)
-    before = lock.claim(1)
-    now = lock.claim(2)
-    now.check()
-    with pytest.raises(ManyhandsError, match="launch 2, process .* this run .launch 1"):
-        before.check()
-    lock.close()
+def test_the_later_launch_has_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that starts again under its lock; elsewhere than on a disk; and where there are no locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def check(first: LaunchLock, second: LaunchLock) -> None:
+        earlier = first.claim(1)
+        earlier.check()
+        later = second.claim(2 if first is second else 1)
+        assert (earlier.number, later.number) == (1, 2)
+        later.check()
+        words = r"another run now uses .*launch 2, process \d+ on .*this run \(launch 1"
+        refused(words, earlier.check, kind=ManyhandsError)
+        for lock in {id(one): one for one in (first, second)}.values():
+            lock.close()
+
+    (tmp_path / "again").mkdir()
+    lock = LaunchLock(tmp_path / "again")
+    check(lock, lock)
+    elsewhere = RemotePath(f"memory:/{tmp_path}")
+    check(LaunchLock(elsewhere), LaunchLock(elsewhere))
+    elsewhere.remove()
+    monkeypatch.setattr(launch_lock.fcntl, "flock", refuse)
+    first, second = LaunchLock(tmp_path), LaunchLock(tmp_path)
+    assert not second.exclusive
+    check(first, second)

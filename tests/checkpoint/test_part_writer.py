@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,7 @@ from manyhands.comm.solo import SoloGroup
 from manyhands.errors import ManyhandsError
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
+from refusals import refused
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -39,26 +41,20 @@ def test_the_library_reads_what_is_written_piece_by_piece(monkeypatch: pytest.Mo
     assert len(b"".join(pieces)) == len(safetensors.torch.save(given))
 
 
-class Gate:
-    """In the place of `checkpoints.synced`: files are opened once the gate is open."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        synced = checkpoints.synced
-
-        @contextmanager
-        def wait(path: Path) -> Iterator[io.BufferedWriter]:
-            self.reached.set()
-            assert self.opened.wait(20)
-            with synced(path) as file:
-                yield file
-
-        monkeypatch.setattr(checkpoints, "synced", wait)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """In the place of `checkpoints.synced`: files are opened once the gate is open."""
+    gate, synced = SimpleNamespace(opened=threading.Event(), reached=threading.Event()), checkpoints.synced
+
+    @contextmanager
+    def wait(path: Path) -> Iterator[io.BufferedWriter]:
+        gate.reached.set()
+        assert gate.opened.wait(20)
+        with synced(path) as file:
+            yield file
+
+    monkeypatch.setattr(checkpoints, "synced", wait)
+    return gate
 
 
 class Writing:
@@ -71,7 +67,7 @@ class Writing:
         self.writer.start(self.partial, SoloGroup(), b"{}", self.reports.append)
 
 
-def test_a_part_holds_no_newer_values_than_its_copy(tmp_path: Path, gate: Gate) -> None:
+def test_a_part_holds_no_newer_values_than_its_copy(tmp_path: Path, gate: SimpleNamespace) -> None:
     """pytorch#144657: training goes on, in the same memory, before a byte is written."""
     parameters = torch.arange(8.0)
     view, counts = parameters[2:6].view(2, 2), torch.tensor([3])
@@ -88,7 +84,7 @@ def test_a_part_holds_no_newer_values_than_its_copy(tmp_path: Path, gate: Gate) 
     assert [len(one.files) for one in part.reports] == [2]
 
 
-def test_the_next_part_waits_for_the_one_before_and_uses_its_memory(tmp_path: Path, gate: Gate) -> None:
+def test_the_next_part_waits_for_the_one_before_and_uses_its_memory(tmp_path: Path, gate: SimpleNamespace) -> None:
     part = Writing(tmp_path, {"w": torch.zeros(1000), "n": torch.zeros(3)})
     kept = part.writer._copies["w"].data_ptr()
     waiting = threading.Thread(target=part.writer.wait)
@@ -216,11 +212,10 @@ def test_nobody_sees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     reports = list[WrittenPart]()
     PartWriter().start(partial, SoloGroup(), b"{}", reports.append)
     assert "all hosts share" in reports[0].error
-    with pytest.raises(ManyhandsError, match="there is no older one"):
-        driver.assembly.part(0, 6, 0, reports[0])
+    refused("there is no older one", driver.assembly.part, 0, 6, 0, reports[0], kind=ManyhandsError)
 
 
-def test_a_dropped_checkpoint_leaves_nothing(tmp_path: Path, gate: Gate) -> None:
+def test_a_dropped_checkpoint_leaves_nothing(tmp_path: Path, gate: SimpleNamespace) -> None:
     """Whoever still writes when a member is lost is not waited for; what it leaves is gone at the end."""
     driver, writer = Driver(tmp_path), PartWriter()
     token = driver.assembly.begin(6, 0, (0, 1))
@@ -258,5 +253,4 @@ def test_what_the_driver_cannot_write(tmp_path: Path, monkeypatch: pytest.Monkey
     assert driver.written == []
     assert "the driver: No space left on device" in driver.warnings[0]
     assert list(tmp_path.glob("step-*")) == []
-    with pytest.raises(ManyhandsError, match="the run's last one"):
-        driver.assembly.settle(6)
+    refused("the run's last one", driver.assembly.settle, 6, kind=ManyhandsError)

@@ -95,6 +95,10 @@ def test_a_folder_and_its_files(folder: RemotePath) -> None:
     assert not inner.exists()
     assert list(inner.iterdir()) == []
     inner.remove()
+    with pytest.raises(FileNotFoundError):
+        (folder / "none").read_bytes()
+    with pytest.raises(FileNotFoundError), (folder / "none").open():
+        pass
 
 
 def test_a_file_is_replaced_whole_or_stays_the_old_one(folder: RemotePath) -> None:
@@ -108,19 +112,13 @@ def test_a_file_is_replaced_whole_or_stays_the_old_one(folder: RemotePath) -> No
         path.write_whole(io.BytesIO(data))
         assert path.read_bytes() == data
         assert folder.sizes() == {"file": len(data)}
-    with pytest.raises(ManyhandsError, match=r"cannot write .*/file.partial: OSError: torn"):
-        path.write_whole(Torn(b"newer"))
+    refused(r"cannot write .*/file.partial: OSError: torn", path.write_whole, Torn(b"newer"), kind=ManyhandsError)
     assert path.read_bytes() == data
 
 
-def test_what_is_not_there_is_an_error_of_python_where_it_is_read(folder: RemotePath) -> None:
-    with pytest.raises(FileNotFoundError):
-        (folder / "none").read_bytes()
-    with pytest.raises(FileNotFoundError), (folder / "none").open():
-        pass
-
-
-def test_what_a_file_system_says_otherwise_is_our_error() -> None:
+def test_what_a_file_system_says_otherwise_is_our_error(tmp_path: Path) -> None:
+    path = RemotePath(f"local://{tmp_path}/none/file")
+    refused("cannot write .*FileNotFoundError", path.write_bytes, b"", kind=ManyhandsError)
     path = path_of("broken://a")
     assert isinstance(path, RemotePath)
     for call in (path.exists, path.is_dir, path.sizes, path.read_bytes, path.remove, lambda: path.write_bytes(b"")):
@@ -129,8 +127,3 @@ def test_what_a_file_system_says_otherwise_is_our_error() -> None:
         ) as caught:
             call()
         assert not isinstance(caught.value, BadInput | OSError)  # else it would pass for a wrong value, or for damage
-
-
-def test_a_file_in_no_folder_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ManyhandsError, match="cannot write .*FileNotFoundError"):
-        RemotePath(f"local://{tmp_path}/none/file").write_bytes(b"")

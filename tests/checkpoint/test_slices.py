@@ -66,6 +66,8 @@ def test_of_equal_replicas_one_counts_and_is_read(tmp_path: Path, read: Reads) -
     assert counted(tmp_path) == [True, False, False, False]
     resumed = train(tmp_path, 2, epochs=2, resume=True)
     assert resumed.rows["total"] == 96
+    whole_run = train(tmp_path / "whole", 1, epochs=2)
+    assert (resumed.parameters - whole_run.parameters).abs().max() < 1e-10
     assert {file for file, name, _ in read if name.startswith(("parameters/", "optimizer/"))} == {min(read)[0]}
     whole = sum(p.nbytes for p in model().parameters())
     assert sum(n for _, name, n in read if name.startswith("parameters/")) == 2 * whole, "by each of two"

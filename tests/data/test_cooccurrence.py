@@ -102,15 +102,6 @@ def test_pairs_come_in_rounds_of_cells() -> None:
     assert np.count_nonzero(np.diff(low * 4 + high)) == 8 * 10 - 1, "a cell and its mirror image come together"
 
 
-def test_the_order_is_one_of_all_pairs() -> None:
-    keys = np.random.default_rng(0).integers(1 << 64, size=100_000, dtype=np.uint64)
-    assert len(np.unique(cooccurrence._places(keys))) == len(np.unique(keys))
-    low = np.arange(1 << 22, dtype=np.uint64)  # all of one cell
-    inside = cooccurrence._places((low >> np.uint64(11)) << np.uint64(32) | low & np.uint64(2047))
-    inside = (inside >> np.uint64(61)) << np.uint64(19) | inside & np.uint64((1 << 19) - 1)
-    assert np.array_equal(np.sort(inside), low)
-
-
 def test_arrays_are_writeable_and_leave_no_file(texts: Ragged, tmp_path: Any) -> None:
     found = count_cooccurrences(texts, folder=str(tmp_path), memory=64 * SLOT)
     before = found.counts.copy()

@@ -2,15 +2,12 @@
 
 import bz2
 import gzip
-import pickle
 import random
-import tempfile
 
 import numpy as np
 import pytest
 
 from manyhands.data.csr import Csr
-from manyhands.errors import BadInput
 from refusals import refused
 
 LIBSVM = b"""# a comment alone
@@ -154,27 +151,6 @@ def test_files_that_cannot_be_read(written, tmp_path):
         refused("none", Csr.libsvm, path)
     for data in (b"1 1:1\n", gzip.compress(b"1 1:1\n" * 100)[:-10]):
         refused("rows.svm.gz cannot be read", Csr.libsvm, written(data, "rows.svm.gz"))
-
-
-def test_nothing_is_left_in_the_folder_of_temporary_files(written, tmp_path, monkeypatch):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    rows = Csr.libsvm(written("1 1:1\n"))
-    assert list(folder.iterdir()) == []  # while the rows are there
-    rows.values[0] = 5  # a copy on write
-    assert rows_of(rows) == [(1, {0: 5})]
-    with pytest.raises(BadInput):
-        Csr.libsvm(written("1 1:x\n"))
-    assert list(folder.iterdir()) == []
-
-
-def test_columns_are_pickled_out_of_band(written):
-    rows, buffers = Csr.libsvm(written("1 1:1 2:1\n" * 50)), []
-    sent = pickle.dumps(rows, 5, buffer_callback=buffers.append)
-    assert type(rows.values) is np.ndarray
-    assert len(sent) < 1000
-    assert rows_of(pickle.loads(sent, buffers=buffers)) == rows_of(rows)
 
 
 def test_of_scipy_sorts_the_indices():

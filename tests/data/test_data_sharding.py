@@ -20,23 +20,6 @@ def test_an_epoch_order_is_numpys_permutation_of_seed_and_epoch():
         refused("0 or more", epoch_order, *given)
 
 
-def test_every_index_is_handed_out_exactly_once_in_even_slices():
-    """CASE 18, CASE 27: data of no row, of one row, of fewer than a batch, on any number of workers."""
-    for rows in (0, 1, 2, 5, 40, 163):
-        order = epoch_order(rows, 0, 0)
-        for batch_size in (1, 3, 7, 40, 70):
-            for size in range(1, 10):
-                handed = []
-                for tick in range(ticks(rows, batch_size)):
-                    batch = order[tick * batch_size : (tick + 1) * batch_size]
-                    assert len(batch)
-                    slices = [slice_of(len(batch), rank, size) for rank in range(size)]
-                    lengths = [stop - start for start, stop in slices]
-                    assert max(lengths) - min(lengths) <= 1, (rows, batch_size, size)
-                    handed += [row for start, stop in slices for row in batch[start:stop].tolist()]
-                assert handed == order.tolist(), (rows, batch_size, size)
-
-
 def test_a_fixed_partition_gives_each_part_its_own_neighbours_in_every_epoch():
     draw = random.Random(0)
     for _ in range(60):

@@ -12,7 +12,7 @@ import torch
 from manyhands.data.feed import DEPTH, Feed, _bytes_of, prefetch
 from manyhands.data.open_source import open_source
 from manyhands.data.readers import arrays
-from manyhands.data.sharding import epoch_order, slice_of
+from manyhands.data.sharding import epoch_order
 from refusals import refused
 
 
@@ -20,21 +20,22 @@ def test_workers_split_each_global_batch():
     """CASE 18, CASE 27: every row once, one slice a tick for each worker, whatever the numbers."""
     draw = random.Random(0)
     for _ in range(60):
-        rows, size, shuffle, first = draw.randint(1, 60), draw.randint(1, 6), draw.random() < 0.5, draw.randint(0, 3)
+        rows, size, shuffle, first = draw.randint(1, 60), draw.randint(1, 9), draw.random() < 0.5, draw.randint(0, 3)
         batch_size = size + draw.randint(0, 20)
         case = f"{rows=} {size=} {shuffle=} {first=} {batch_size=}"
-        order = epoch_order(rows, 1, 2) if shuffle else np.arange(rows)
-        source = open_source(torch.arange(rows))
-        for rank in range(size):
-            feed = Feed(source, rank=rank, size=size, batch_size=batch_size, seed=1, shuffle=shuffle)
-            assert feed.ticks == -(-rows // batch_size), case
-            parts = list(feed.epoch(2, first))
-            assert [part.index for part in parts] == list(range(first, feed.ticks)), case
-            for part in parts:
-                whole = order[part.index * batch_size : (part.index + 1) * batch_size]
-                start, stop = slice_of(len(whole), rank, size)
-                assert (part.rows, part.global_rows) == (stop - start, len(whole)), case
-                assert ([] if part.batch is None else part.batch.tolist()) == whole[start:stop].tolist(), case
+        order = (epoch_order(rows, 1, 2) if shuffle else np.arange(rows)).tolist()
+        options = {"size": size, "batch_size": batch_size, "seed": 1, "shuffle": shuffle}
+        feeds = [Feed(open_source(torch.arange(rows)), rank=rank, **options) for rank in range(size)]
+        assert {feed.ticks for feed in feeds} == {-(-rows // batch_size)}, case
+        by_tick = list(zip(*(feed.epoch(2, first) for feed in feeds), strict=True))
+        assert len(by_tick) == max(0, feeds[0].ticks - first), case
+        for tick, parts in enumerate(by_tick, first):
+            whole = order[tick * batch_size : (tick + 1) * batch_size]
+            handed = [[] if part.batch is None else part.batch.tolist() for part in parts]
+            assert sum(handed, []) == whole, case
+            assert max(map(len, handed)) - min(map(len, handed)) <= 1, case
+            for part, own in zip(parts, handed, strict=True):
+                assert (part.index, part.rows, part.global_rows) == (tick, len(own), len(whole)), case
 
 
 @dataclass
@@ -138,21 +139,23 @@ def test_the_same_items_in_order_from_another_thread_that_starts_with_the_first(
     assert not ahead()
 
 
-def test_no_more_than_the_depth_is_read_ahead():
+@pytest.mark.parametrize(("most", "waiting"), [(0, DEPTH), (10, DEPTH), (95, 10), (100, 10)])
+def test_no_more_than_the_depth_or_the_bytes_are_read_ahead(most, waiting):
+    """Of items of 10 bytes each."""
     reached, record = threading.Event(), []
 
     def counted():
         for i in range(100):
             record.append(i)
-            if i == DEPTH + 1:
+            if i == waiting + 1:
                 reached.set()
             yield i
 
-    reading = prefetch(counted())
+    reading = prefetch(counted(), most=most, size=lambda item: 10)
     assert next(reading) == 0
-    assert reached.wait(20)  # one taken, DEPTH waiting, one in the thread's hand
+    assert reached.wait(20)  # one taken, these waiting, one in the thread's hand
     reading.close()
-    assert record == list(range(DEPTH + 2))
+    assert record == list(range(waiting + 2))
 
 
 def test_an_error_comes_where_its_item_would_have_with_its_own_traceback(ahead):

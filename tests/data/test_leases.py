@@ -1,6 +1,5 @@
 """Leases: every slice exactly once, whatever the interleaving and whoever is lost; nobody waits for rows that nobody has begun."""
 
-import heapq
 import json
 import random
 from collections import Counter
@@ -137,23 +136,6 @@ def _interleaved(of: Segment, size: int, stop_after: int | None, draw: random.Ra
             if isinstance(what, Lease):
                 ready.append(who)
     return answers
-
-
-def test_at_the_end_nobody_waits_for_more_than_the_slice_under_way() -> None:
-    """The makespan is that of perfect sharing and at most the slowest worker's one slice more."""
-    for seconds in ([1.0, 10.0], [10.0, 1.0], [1.0, 1.3, 7.0, 2.0]):
-        of = segment(until=100, parts=len(seconds))
-        leases, ends = Leases(), [0.0] * len(seconds)  # when each gets its End, in virtual time
-        due = [(0.0, rank) for rank in range(len(seconds))]
-        while due:
-            now, rank = heapq.heappop(due)
-            if isinstance(leases.take(rank, of), Lease):
-                heapq.heappush(due, (now + seconds[rank], rank))
-            else:
-                ends[rank] = now
-        work = of.slices / sum(1 / s for s in seconds)  # perfect sharing, slices cut as fine as you like
-        assert max(ends) <= work + max(seconds), seconds
-        assert max(ends) - min(ends) <= max(seconds), seconds  # nobody idles longer than the longest slice under way
 
 
 def test_they_travel_as_json() -> None:

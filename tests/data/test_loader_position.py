@@ -142,22 +142,3 @@ def test_a_state_that_no_checkpoint_keeps_is_refused_before_a_step(tmp_path: Pat
         refused(words, lambda extra: train(Remembering(Rows(), extra), run_dir=tmp_path / "run"), extra)
         assert not (tmp_path / "run").exists()
     assert train(Remembering(Rows(), {"a": [1, torch.ones(2)], 3: None}), run_dir=tmp_path / "run").steps == 20
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_torchdatas_own_loader(processes: int) -> None:
-    """Where it is installed: its state is kept, read ahead or not, and names the rows that are left."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def feed() -> Feed:
-        rows = torch.utils.data.TensorDataset(torch.arange(40.0))
-        made = stateful.StatefulDataLoader(rows, batch_size=4, shuffle=True, num_workers=processes)
-        return Feed(open_source(made), rank=0, size=2, states=True)
-
-    parts = list(feed().epoch(0))
-    for stopped in (parts[0], parts[3], parts[9]):
-        again = feed()
-        again.go_on(0, loader=LoaderPosition.read(stopped.loader.text()))
-        left, wanted = list(again.epoch(0, stopped.index + 1)), parts[stopped.index + 1 :]
-        assert [part.index for part in left] == [part.index for part in wanted]
-        assert all(torch.equal(a.batch[0], b.batch[0]) for a, b in zip(left, wanted, strict=True))

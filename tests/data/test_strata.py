@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 import manyhands as mh
 from manyhands.data.open_source import open_source
 from manyhands.data.source import Reading
 from manyhands.data.strata import Cells, KeyBlocks, Strata, count_keys
+from refusals import refused
 
 ROWS = {"user": 23, "item": 11}
 
@@ -106,10 +106,8 @@ def test_imbalance_is_the_slowest_workers_share() -> None:
 
 def test_streams_and_orders_of_ones_own_are_refused() -> None:
     source = open_source(lambda: iter([{"user": 1, "item": 2, "row": 0}]))
-    with pytest.raises(mh.Unsupported, match="stream"):
-        count_keys(source, ROWS, prepare)
-    with pytest.raises(mh.BadInput, match="order"):
-        strata_of(rows_of(), 4).epoch_rows(Reading(order=lambda epoch: [0]))
+    refused("stream", count_keys, source, ROWS, prepare, kind=mh.Unsupported)
+    refused("order", strata_of(rows_of(), 4).epoch_rows, Reading(order=lambda epoch: [0]))
 
 
 def test_pairs_of_a_cell_stand_together_in_random_order() -> None:

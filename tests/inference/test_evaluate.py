@@ -1,6 +1,7 @@
 """Metrics of N workers are those of one, and of a formula over all rows."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch.nn import functional as F
 import manyhands as mh
 import plain
 from manyhands.errors import BadInput, Unsupported
-from manyhands.inference.measurements import OfTorchmetrics
 from manyhands.task import Summed
-from manyhands.testing.threads import together
+from refusals import refused
 
 ROWS, BATCH = 203, 16
 X, Y = plain.rows(ROWS)
@@ -86,9 +86,6 @@ def test_what_is_no_mean_is_found_of_all_rows_in_order() -> None:
     assert set(both) == {"loss", "weighted", "rmse", "chosen", "classes"}
 
 
-# -- objects of torchmetrics ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def torchmetrics() -> Any:
     return pytest.importorskip("torchmetrics")
@@ -96,7 +93,7 @@ def torchmetrics() -> Any:
 
 @pytest.mark.slow
 def test_states_of_torchmetrics_are_merged(torchmetrics: Any) -> None:
-    """Sums, lists of rows, bins, the largest, and moments, which are merged by a rule of their own."""
+    """Sums, lists of rows, bins, the largest, and moments, which are merged by a rule of their own; of workers without rows, too."""
     binary = torchmetrics.classification
 
     def targets(module: nn.Module, batch: Any) -> Any:
@@ -118,30 +115,14 @@ def test_states_of_torchmetrics_are_merged(torchmetrics: Any) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torchmetrics: what it keeps takes memory
             torch.manual_seed(3)
-            module, metric = score(), make()
-            with torch.no_grad():
-                metric.update(*outputs(module, (X, BINARY)))
+            module = score()
             options: dict[str, Any] = {"function": outputs, "engine": "sim", "batch_size": BATCH}
-            for workers in (1, 2, 3):
-                found = mh.evaluate(module, (X, BINARY), metrics={"found": make()}, workers=workers, **options)
-                assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5), (metric, workers)
-
-
-@pytest.mark.slow
-def test_a_worker_without_rows_takes_no_part_in_the_merge(torchmetrics: Any) -> None:
-    """Lists of rows are empty there, and sums are zero."""
-    scores, targets = torch.linspace(0, 1, 9), (torch.arange(9) % 3 > 0).long()
-
-    def program(worker: Any) -> float:
-        own = OfTorchmetrics({"auc": torchmetrics.classification.BinaryAUROC()}, lambda module, batch: batch)
-        if worker.rank != 1:
-            half = slice(0, 4) if worker.rank == 0 else slice(4, 9)
-            own.add(nn.Identity(), (scores[half], targets[half]), 4)
-        return own.result(worker.group)["auc"]
-
-    alone = torchmetrics.classification.BinaryAUROC()
-    alone.update(scores, targets)
-    assert together(3, program) == [pytest.approx(float(alone.compute()))] * 3
+            for workers, rows in ((1, ROWS), (2, ROWS), (3, ROWS), (3, 2 * BATCH)):
+                metric, data = make(), (X[:rows], BINARY[:rows])
+                with torch.no_grad():
+                    metric.update(*outputs(module, data))
+                found = mh.evaluate(module, data, metrics={"found": make()}, workers=workers, **options)
+                assert found["found"] == pytest.approx(float(metric.compute()), rel=1e-5), (metric, workers, rows)
 
 
 @pytest.mark.slow
@@ -172,9 +153,6 @@ def test_collections_metrics_of_several_numbers_and_what_cannot_be_merged(torchm
         mh.evaluate(model(), (X, Y), metrics=torchmetrics.MeanMetric(), function=lambda m, b: 3)
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_runs_and_a_kernels_own_metrics(tmp_path: Path) -> None:
     run = mh.train("digits:epochs=1", max_steps=5, run_dir=tmp_path / "run")
     wanted = {name.removeprefix("test_"): value for name, value in run.metrics.items() if name.startswith("test_")}
@@ -195,13 +173,13 @@ def test_a_runs_and_a_kernels_own_metrics(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_named() -> None:
+    data = X, Y
     for words, given, options in (
-        ("needs data", (model(),), {}),
-        ("needs metrics=", (model(), (X, Y)), {}),
-        ("metrics must be a function", (model(), (X, Y)), {"metrics": 3}),
-        ("must be one number", (model(), (X, Y)), {"metrics": lambda m, b: {"a": m(b[0])}}),
-        (r"of_all\(rows\) must return", (model(), (X, Y)), {"of_all": lambda rows: 3}),
-        ("need batches that are pairs", (model(), X), {"of_all": lambda rows: {}}),
+        ("needs data", (), {}),
+        ("needs metrics=", (data,), {}),
+        ("metrics must be a function", (data,), {"metrics": 3}),
+        ("must be one number", (data,), {"metrics": lambda m, b: {"a": m(b[0])}}),
+        (r"of_all\(rows\) must return", (data,), {"of_all": lambda rows: 3}),
+        ("need batches that are pairs", (X,), {"of_all": lambda rows: {}}),
     ):
-        with pytest.raises(BadInput, match=words):
-            mh.evaluate(*given, **options)
+        refused(words, partial(mh.evaluate, model(), *given, **options))

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
 import plain
-from manyhands.engines.base import Capabilities, Engine, Observer
-from manyhands.engines.local.engine import Local
+from manyhands.engines.driver.row_collector import RowCollector
+from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import BadInput, ManyhandsError, Unsupported, WorkerFailed
 from manyhands.inference.deal import Deal
 from manyhands.inference.program import on_cpu, placed
 from manyhands.worker import Worker
+from sharded_streams import Sharded
 
 BATCH = 16
 
@@ -84,26 +84,6 @@ class Numbers(IterableDataset[int]):
         return iter(range(101))
 
 
-def numbers() -> Iterator[int]:
-    yield from range(101)
-
-
-class Sharded:
-    """A stream in four shards of unequal length."""
-
-    num_shards = 4
-
-    def __init__(self, shards: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        self.shards = shards
-
-    def shard(self, num_shards: int, index: int) -> "Sharded":
-        return Sharded(self.shards[index::num_shards])
-
-    def __iter__(self) -> Iterator[int]:
-        for shard in self.shards:
-            yield from range(100 * shard, 100 * shard + 10 * shard * shard + 3)
-
-
 def doubled(module: nn.Module, batch: Any) -> Any:
     return torch.as_tensor(batch) * 2
 
@@ -111,11 +91,12 @@ def doubled(module: nn.Module, batch: Any) -> Any:
 def test_streams_and_shards_come_in_the_order_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some workers end early."""
     for workers in (1, 3):
-        for data in (numbers, lambda: numbers(), Numbers(), DataLoader(Numbers(), batch_size=10)):
+        for data in (lambda: iter(range(101)), Numbers(), DataLoader(Numbers(), batch_size=10)):
             found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
             assert found.tolist() == list(range(0, 202, 2)), (data, workers)
-        found = mh.predict(nn.Identity(), Sharded, function=doubled, workers=workers, engine="sim", batch_size=8)
-        assert sorted(found.tolist()) == sorted(2 * number for number in Sharded()), workers
+        shards = Sharded([range(100 * i, 100 * i + 10 * i * i + 3) for i in range(4)])
+        found = mh.predict(nn.Identity(), shards, function=doubled, workers=workers, engine="sim", batch_size=8)
+        assert sorted(found.tolist()) == sorted(2 * number for number in shards), workers
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
     for i, part in enumerate(np.split(np.arange(500), [7, 7, 300, 301])):
@@ -204,31 +185,15 @@ def test_what_cannot_be_is_named_and_leaves_no_file(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-class Mute(Engine):
-    """An engine that brings no rows to a driver."""
-
-    name = "mute"
-    capabilities = Capabilities()
-
-    def launch(self, program: Any, spec: Any) -> Any:
-        return [program(Worker())]
-
-
-class Losing(Local):
-    """An engine whose observer hears nothing."""
-
-    name = "losing"
-
-    def launch(self, program: Any, spec: Any) -> Any:
-        return super().launch(program, replace(spec, observer=Observer()))
-
-
 def test_engines_that_bring_no_rows_and_rows_of_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, lost = inputs(3), "worker 0 delivered 3 rows, and 0 came: engine losing lost rows"
-    refused("this engine brings no rows to the driver", model(), x, engine=Mute(), error=Unsupported)
-    refused(lost, model(), x, engine=Losing(), error=ManyhandsError)
     from manyhands.data.dataframe_rows import HostRows, SharedRows
 
+    with monkeypatch.context() as patch:
+        patch.setattr(RowCollector, "take_rows", lambda *_: None)
+        lost = "worker 0 delivered 3 rows, and 0 came: engine local lost rows"
+        refused(lost, model(), inputs(3), engine="local", error=ManyhandsError)
+        patch.delattr(InProcessDriverClient, "deliver")
+        refused("this engine brings no rows to the driver", model(), inputs(3), engine="local", error=Unsupported)
     rows = SharedRows(HostRows.__new__(HostRows), [2, 2], [1, 1], 0)
     monkeypatch.setattr("manyhands.inference.deal.open_source", lambda *_, **__: rows)
     deal = Deal(data=None, batch_size=4)

@@ -7,8 +7,8 @@ import torch
 
 import manyhands as mh
 import plain
-from manyhands.errors import BadInput
 from manyhands.inference.trained import trained
+from refusals import refused
 
 X = plain.rows(30)[0]
 FILE = """
@@ -20,8 +20,6 @@ task = mh.Task.supervised(
     model=plain.mlp, optimizer=plain.OPTIMIZERS["sgd"], train_data=plain.rows(40), batch_size=8, epochs=1
 )
 """
-
-
 GIVEN = "own_task.py:task"
 
 
@@ -51,11 +49,9 @@ def test_a_module_a_run_and_a_directory_predict_alike(run: tuple[mh.Run, Path]) 
     # the strategy is not needed, nor imported: what a directory says of it stays a text
     assert json.loads((directory / "config.json").read_text())["strategy"]
     assert trained(directory, GIVEN, "predict")[1].epochs == 2  # with the fields that the run was given
-    with pytest.raises(BadInput, match=rf"code that a run directory names is not imported.*--task {GIVEN}"):
-        mh.predict(directory, X)
+    refused(rf"code that a run directory names is not imported.*--task {GIVEN}", mh.predict, directory, X)
     assert trained(made, None, "predict")[1] is None  # the same file
-    with pytest.raises(BadInput, match="are not this model's"):
-        mh.predict(directory, X, task="digits")
+    refused("are not this model's", lambda: mh.predict(directory, X, task="digits"))
 
 
 def test_a_ready_made_task_is_rebuilt_by_its_name_and_one_that_was_an_object_has_to_be_given(tmp_path: Path) -> None:
@@ -64,8 +60,7 @@ def test_a_ready_made_task_is_rebuilt_by_its_name_and_one_that_was_an_object_has
     assert (task.max_steps, task.name) == (1, trained(made, None, "evaluate")[1].name)
     task = plain.task(epochs=1)
     made = mh.train(task, run_dir=tmp_path / "run")
-    with pytest.raises(BadInput, match=r"given its task as an object.*mh.predict\(directory, …, task=…\)"):
-        mh.predict(tmp_path / "run", X)
+    refused(r"given its task as an object.*mh.predict\(directory, …, task=…\)", mh.predict, tmp_path / "run", X)
     assert torch.equal(mh.predict(tmp_path / "run", X, task=task), made.predict(X))
 
 
@@ -80,5 +75,4 @@ def test_a_damaged_model_and_what_is_no_finished_run_are_refused(run: tuple[mh.R
         (tmp_path / "none", "does not exist: give the directory of a finished run"),
         (tmp_path, "holds no result.json: give the directory of a finished run"),
     ):
-        with pytest.raises(BadInput, match=words):
-            mh.predict(place, X, task=GIVEN)
+        refused(words, lambda place=place: mh.predict(place, X, task=GIVEN))

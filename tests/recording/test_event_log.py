@@ -149,9 +149,6 @@ def test_each_ranks_own_file_counts_as_far_as_its_launch_got(tmp_path: Path) -> 
     assert [row["rows"] for row in mh.read_history(tmp_path)] == [16, 8, 8]
 
 
-# -- elsewhere than on a disk ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[RemotePath]:
     folder = RemotePath(f"memory:/{tmp_path}")

@@ -53,9 +53,6 @@ def test_the_loss_is_the_mean_by_weight_of_the_workers_of_its_launch() -> None:
     assert [(row["tick"], row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-# -- leased rows, staleness ----------------------------------------------------------------------------------------------
-
-
 def leased(rank: int, tick: int, part: int, parts: int = 2, **values: Any) -> Event:
     return step(rank, tick, lease=[tick, part, 0], parts=parts, **values)
 
@@ -119,56 +116,29 @@ def test_memory_is_bounded_and_rows_still_cover_the_whole_run(monkeypatch: pytes
     assert history.steps == 1000
 
 
-def test_a_loss_costs_the_step_the_pause_and_the_absence() -> None:
+def test_losses_and_restarts_cost_the_steps_made_again_the_pauses_and_the_absence() -> None:
     found = Goodput(4, 1.0).result(11.0)
     assert found == {"goodput": 1.0, "wall_s": 10.0, "absent_s": 0.0, "paused_s": 0.0, "repeated_s": 0.0}
-    goodput = Goodput(4, 0.0)
-    goodput.lost(10.0)  # 0.5 s after the newest step
-    goodput.formed(10.2, 3, 9.5)
-    goodput.formed(13.0, 4, 12.9)  # it is back: three wait while it joins
-    found = goodput.result(20.0)
-    assert found["absent_s"] == pytest.approx(3.0)  # one worker from 10 to 13
-    assert found["repeated_s"] == pytest.approx(3 * 0.5)
-    assert found["paused_s"] == pytest.approx(3 * 0.2 + 3 * 0.1)
-    assert found["goodput"] == pytest.approx(1 - (3.0 + 1.5 + 0.9) / 80)
-
-
-def test_two_losses_at_once_are_one_pause_and_a_restart_costs_all_since_the_checkpoint() -> None:
-    goodput = Goodput(4, 0.0)
-    goodput.lost(10.0)
-    goodput.lost(10.1)
-    goodput.formed(10.3, 2, 10.0)
-    found = goodput.result(10.3)
-    assert found["paused_s"] == pytest.approx(2 * 0.3)
-    assert found["absent_s"] == pytest.approx(0.1 + 2 * 0.2)
-    assert found["repeated_s"] == 0.0
-    goodput = Goodput(2, 0.0)
-    goodput.formed(5.0, 1, 4.9)
-    found = goodput.result(10.0)
-    assert (found["repeated_s"], found["absent_s"], found["paused_s"]) == pytest.approx((0.0, 5.0, 0.1))
-    goodput = Goodput(2, 0.0)
-    goodput.formed(5.0, 4, 5.0)
-    assert goodput.result(10.0)["absent_s"] == 0.0
-    goodput = Goodput(4, 0.0)
-    goodput.stopped(10.0)  # the checkpoint's newest step was complete at 7
-    goodput.resumed(12.0, 4, 7.0)
-    found = goodput.result(20.0)
-    assert found["repeated_s"] == pytest.approx(4 * 3.0)
-    assert found["paused_s"] == pytest.approx(4 * 2.0)
-    assert found["absent_s"] == 0.0
-    assert found["goodput"] == pytest.approx(1 - 20.0 / 80)
-    goodput = Goodput(4, 0.0)
-    goodput.lost(8.0)
-    goodput.formed(9.0, 3, 8.0)  # three paused for a second, one is absent from 8 on
-    goodput.stopped(10.0)
-    goodput.resumed(11.0, 4, 7.0)
-    found = goodput.result(11.0)
-    assert found["absent_s"] == pytest.approx(2.0)
-    assert found["paused_s"] == pytest.approx(3.0 + 4.0)
-    assert found["repeated_s"] == pytest.approx(4 * 1.0 + 3 * 1.0)  # from 7 to 8, and from 9 to 10
-    goodput = Goodput(2, 1.0)
-    goodput.stopped(6.0)
-    goodput.stopped(7.0)  # the next one failed before it began
-    goodput.resumed(9.0, 2, 0.0)
-    found = goodput.result(9.0)
-    assert (found["repeated_s"], found["paused_s"]) == (pytest.approx(10.0), pytest.approx(6.0))
+    for size, happened, end, repeated, paused, absent in (
+        # a loss, 0.5 s after the newest step; one worker is absent from 10 to 13; three wait while it joins
+        (4, [("lost", 10.0), ("formed", 10.2, 3, 9.5), ("formed", 13.0, 4, 12.9)], 20.0, 3 * 0.5, 3 * 0.2 + 3 * 0.1, 3),
+        # two losses at once are one pause
+        (4, [("lost", 10.0), ("lost", 10.1), ("formed", 10.3, 2, 10.0)], 10.3, 0, 2 * 0.3, 0.1 + 2 * 0.2),
+        (2, [("formed", 5.0, 1, 4.9)], 10.0, 0, 0.1, 5),
+        (2, [("formed", 5.0, 4, 5.0)], 10.0, 0, 0, 0),
+        # a restart costs all since the checkpoint, whose newest step was complete at 7
+        (4, [("stopped", 10.0), ("resumed", 12.0, 4, 7.0)], 20.0, 4 * 3, 4 * 2, 0),
+        # three paused for a second, one is absent from 8 on; what was made from 7 to 8, and from 9 to 10, is made again
+        (
+            *(4, [("lost", 8.0), ("formed", 9.0, 3, 8.0), ("stopped", 10.0), ("resumed", 11.0, 4, 7.0)]),
+            *(11.0, 4 * 1 + 3 * 1, 3 + 4, 2),
+        ),
+        # the next one failed before it began
+        (2, [("stopped", 5.0), ("stopped", 6.0), ("resumed", 8.0, 2, -1.0)], 8.0, 2 * 5, 2 * 3, 0),
+    ):
+        goodput = Goodput(size, 0.0)
+        for what, *when in happened:
+            getattr(goodput, what)(*when)
+        found, costs = goodput.result(end), {"repeated_s": repeated, "paused_s": paused, "absent_s": absent}
+        assert {name: found[name] for name in costs} == pytest.approx(costs), happened
+        assert found["goodput"] == pytest.approx(1 - sum(costs.values()) / (size * end)), happened

@@ -11,10 +11,11 @@ import torch
 from step_events import step
 
 from manyhands.callbacks.base import Callback
-from manyhands.errors import BadInput, ManyhandsError
+from manyhands.errors import ManyhandsError
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
 from manyhands.recording.run import Answer, Run, read_history
+from refusals import refused
 
 
 class Clock:
@@ -174,10 +175,8 @@ def test_a_callbacks_error_ends_the_run_and_so_does_what_it_may_not_say(
         def on_step(self, event: Event) -> Any:
             return True
 
-    with pytest.raises(BadInput, match="Chatty returned True"):
-        record(Recorder(workers=1, callbacks=[Chatty()]), START, step(0))
-    with pytest.raises(BadInput, match=r"derived from manyhands\.Callback"):
-        Recorder(workers=1, callbacks=[print])
+    refused("Chatty returned True", record, Recorder(workers=1, callbacks=[Chatty()]), START, step(0))
+    refused(r"derived from manyhands\.Callback", lambda: Recorder(workers=1, callbacks=[print]))
 
 
 def test_a_run_that_never_began_leaves_nothing_and_a_full_disk_is_an_error(tmp_path: Path) -> None:

@@ -114,20 +114,10 @@ def test_lines_keep_to_100_columns_and_html_escapes_what_it_shows() -> None:
     assert page.count("<tr>") == page.count("</tr>") == 11
 
 
-class Model(nn.Module):
-    """Doubles; in training mode it adds noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert not torch.is_grad_enabled()
-        return x * self.scale + (torch.randn_like(x) if self.training else 0.0)
-
-
 def run_of(**changes: Any) -> Run:
-    model = Model()
+    """Whose model doubles; in training mode it drops some."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout())
+    nn.init.constant_(model[0].weight, 2.0)
     values: dict[str, Any] = {
         "answer": Answer.of([model]),
         "metrics": {"test_loss": 0.25},
@@ -153,7 +143,9 @@ def test_predictions_are_in_row_order_whatever_the_batch_size_and_the_loaders_or
     run = run_of()
     run.model.train()
     for batch_size in (1, 3, 256):
-        assert torch.equal(run.predict(ROWS, batch_size=batch_size), 2 * ROWS)
+        found = run.predict(ROWS, batch_size=batch_size)
+        assert torch.equal(found, 2 * ROWS)
+        assert not found.requires_grad
     assert run.model.training
     assert torch.equal(run.predict((ROWS, torch.zeros(10)), batch_size=4), 2 * ROWS)  # of a pair the inputs
     found = run.predict({"x": ROWS}, forward, batch_size=4)

@@ -16,6 +16,7 @@ from manyhands.tasks import sparse_rows, table_file
 from manyhands.tasks.finding import task_of
 from manyhands.tasks.table_file import read_columns
 from manyhands.tasks.word2vec_task import SLICE_WORDS
+from refusals import refused
 
 
 def ratings_of(count=4000):
@@ -80,11 +81,9 @@ def test_bad_files_of_ratings(tmp_path):
         (good, ",held_out=1.5", "held_out must be a share"),
     ):
         path = write(tmp_path / "ratings.csv", columns)
-        with pytest.raises(BadInput, match=words):
-            task_of(f"factors:path={path}{options}")
+        refused(words, task_of, f"factors:path={path}{options}")
     for name in ("none.csv", "none.npz", "none.parquet", "ratings.xlsx"):
-        with pytest.raises(BadInput, match=name):
-            read_columns(str(tmp_path / name), {})
+        refused(name, read_columns, str(tmp_path / name), {})
 
 
 def test_kmeans_of_a_file(tmp_path):
@@ -104,8 +103,7 @@ def test_kmeans_of_a_file(tmp_path):
         ("text.csv", 1, r"column 'name' .* row 1 holds 'a'"),
         ("rows.csv", 2001, "clusters must be a whole number from 1 to the number of rows, 2,000, not 2001"),
     ):
-        with pytest.raises(BadInput, match=words):
-            task_of(f"kmeans:path={tmp_path}/{rows},clusters={clusters}")
+        refused(words, task_of, f"kmeans:path={tmp_path}/{rows},clusters={clusters}")
 
 
 def test_glove_of_a_file(tmp_path):
@@ -142,8 +140,7 @@ def test_cuts_of_a_file(tmp_path):
         ({"nodes": [0], "others": [1]}, {"nodes": [0], "classes": [0]}, "weights"),
     ):
         paths = write(tmp_path / "bad.csv", bad), write(tmp_path / "classes.csv", classes)
-        with pytest.raises(BadInput, match=words):
-            task_of(f"cuts:path={paths[0]},known_path={paths[1]}")
+        refused(words, task_of, f"cuts:path={paths[0]},known_path={paths[1]}")
 
 
 @pytest.fixture
@@ -201,8 +198,7 @@ def test_bad_input_is_known_before_training(rows):
         ("ffm:path={0}/train.svm", BadInput, "line 1, column .: expected field:index:value"),
         ("ffm:path={0}/train.ffm,field_count=1", BadInput, "field 1 is out of range"),
     ):
-        with pytest.raises(error, match=why):
-            task_of(spec.format(rows))
+        refused(why, task_of, spec.format(rows), kind=error)
     assert "squared" in str(task_of(f"fm:path={rows}/three.svm,loss=squared").kernel)
 
 
@@ -230,10 +226,8 @@ def test_options_are_those_of_the_kernel_and_what_was_left_out_is_shown(
         task = task_of(f"word2vec:path={text},min_count=1000")
     assert task.train_data.counted.rare > 0
     assert f"{task.train_data.counted.rare:,} rare words" in caplog.text
-    with pytest.raises(BadInput, match="word2vec needs path"):
-        task_of("word2vec")
-    with pytest.raises(BadInput, match="no file or folder"):
-        task_of(f"word2vec:path={tmp_path / 'none'}")
+    refused("word2vec needs path", task_of, "word2vec")
+    refused("no file or folder", task_of, f"word2vec:path={tmp_path / 'none'}")
 
 
 def test_it_learns(text: Path) -> None:

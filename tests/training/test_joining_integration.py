@@ -1,6 +1,5 @@
 """Who joins a run that trains, and must be alike: whoever is not is refused alone."""
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,9 @@ from manyhands.engines.local.engine import Local
 from manyhands.events import Event
 from manyhands.worker import current
 
-MARK = "MANYHANDS_TEST_JOINING"
-
 
 class Other(torch.nn.Sequential):
     """The same numbers, by another name."""
-
-
-def another_the_second_time() -> torch.nn.Module:
-    worker = current()
-    if worker is None or worker.worker_id != 1:
-        return plain.mlp()
-    mark = Path(os.environ[MARK])
-    again = mark.exists()
-    mark.touch()
-    return Other(*plain.mlp()) if again else plain.mlp()
 
 
 class Patient:
@@ -57,11 +44,18 @@ class Changes(mh.Callback):
 
 
 @pytest.mark.slow
-def test_a_replacement_with_another_program_is_refused_and_the_others_go_on(
-    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_with_another_program_is_refused_and_the_others_go_on(local: Local, tmp_path: Path) -> None:
     """It is no loss that counts, and it is not started again: every further one would be refused, too."""
-    monkeypatch.setenv(MARK, str(tmp_path / "mark"))
+    mark = tmp_path / "mark"
+
+    def another_the_second_time() -> torch.nn.Module:
+        worker = current()
+        if worker is None or worker.worker_id != 1:
+            return plain.mlp()
+        again = mark.exists()
+        mark.touch()
+        return Other(*plain.mlp()) if again else plain.mlp()
+
     engine, changes = Local(faults="kill=1@step:4"), Changes()
     object.__setattr__(engine, "_slot", local._slot)
     task = plain.task(epochs=40, model=another_the_second_time, loss=Patient())

@@ -127,8 +127,7 @@ def test_without_numba_the_error_says_what_to_install() -> None:
 
 def test_what_works_with_gradients_refuses_a_kernel() -> None:
     for ask in (mh.check, lambda task: mh.plan(task, workers=2), mh.calibrate):
-        with pytest.raises(mh.Unsupported, match=r"Products.*manyhands compare"):
-            ask(mh.Task(**fields()))
+        refused(r"Products.*manyhands compare", ask, mh.Task(**fields()), kind=mh.Unsupported)
     model = torch.nn.Linear(1, 1)
     with pytest.raises(mh.Unsupported, match="kernel"):
         mh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="rotate")

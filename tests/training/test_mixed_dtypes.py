@@ -1,6 +1,6 @@
 """A model with float32 and bfloat16 parameters: a shard for each, under every kind of exchange that a float32 model has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,11 +117,7 @@ class Three(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.c = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.b = nn.Parameter(torch.ones(3, dtype=BF16))
-
-    def named_parameters(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        return iter([("a", self.a), ("b", self.b), ("c", self.c)])
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (F32, BF16, F32))
 
 
 @pytest.mark.parametrize("codec", ["topk:0.5", "int8"])

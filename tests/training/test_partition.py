@@ -66,6 +66,7 @@ def test_it_is_resumed_with_as_many_workers(strategy: str, tmp_path: Path) -> No
         assert torch.equal(resumed.parameters, run_of(2, strategy=strategy).parameters)
 
 
-def test_an_asynchronous_run_is_replayed(tmp_path: Path) -> None:
-    run_of(3, strategy="downpour", run_dir=tmp_path / "run")
-    assert mh.replay(tmp_path / "run", task=plain.task()).identical
+def test_an_asynchronous_run_at_a_url_is_replayed(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/run"
+    run_of(3, strategy="downpour", run_dir=url)
+    assert mh.replay(url, task=plain.task()).identical

@@ -6,20 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+import plain
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.task import Task
 from manyhands.training.plan import WorkerPlan
 
 
 def plan(model: object) -> WorkerPlan:
-    task = Task(
-        model=model,  # type: ignore[arg-type]
-        loss=lambda model, batch: model(batch).mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        train_data=torch.ones(4, 1),
-        loader_processes=2,
-    )
-    return WorkerPlan(task=task, strategy=AllReduce())
+    return WorkerPlan(task=plain.task(model=model, loader_processes=2), strategy=AllReduce())
 
 
 class Loss(nn.Module):

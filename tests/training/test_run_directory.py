@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -111,17 +112,21 @@ def assert_same(resumed: mh.Run, whole: mh.Run, alive: int) -> None:
     assert losses(resumed) == losses(whole), alive
 
 
-def test_a_url_holds_everything_and_resumes_as_the_same_run(request: pytest.FixtureRequest) -> None:
-    run = train(run_dir=URL)
-    folder = RemotePath(URL)
-    files = ("checkpoints", "config.json", "events.jsonl", "launch.json", "model.safetensors", "result.json")
-    assert sorted(folder.sizes()) == list(files)
-    assert sorted((folder / "checkpoints").sizes()) == ["step-00000006", "step-00000009"]
-    assert run.directory == folder
-    assert f"directory  {URL}" in run.summary()
-    again = train(run_dir=URL, resume=True)
-    assert torch.equal(again.parameters, run.parameters)
-    assert (again.steps, again.metrics, again.history) == (run.steps, run.metrics, run.history)
+def test_a_url_holds_everything_and_resumes_as_the_same_run(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    for folder in (RemotePath(URL), tmp_path / ("deep" * 50) / "run"):
+        run = train(run_dir=folder)
+        files = ["checkpoints", "config.json", "events.jsonl", "launch.json", "model.safetensors", "result.json"]
+        assert sorted(path.name for path in folder.iterdir()) == files
+        found = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert found == ["step-00000006", "step-00000009"]
+        kinds = {json.loads(line)["type"] for line in (folder / "events.jsonl").read_text().splitlines()}
+        assert kinds == {"start", "step", "epoch", "checkpoint", "end"}
+        assert json.loads((folder / "result.json").read_text())["info"]["versions"]["torch"] == torch.__version__
+        assert run.directory == folder
+        assert str(folder) in run.summary()
+        for again in (train(run_dir=folder, resume=True), pickle.loads(pickle.dumps(run))):  # with its models
+            assert torch.equal(again.parameters, run.parameters)
+            assert (again.steps, again.metrics, again.history) == (run.steps, run.metrics, run.history)
     request.getfixturevalue("nothing_starts")
     for url, problem in ((URL, rf"run directory {URL} exists: resume it"), (f"{URL}/config.json", "is a file")):
         with pytest.raises(mh.BadInput, match=problem):
@@ -304,9 +309,6 @@ def test_what_others_left_does_not_stop_checkpoints(tmp_path: Path) -> None:
         *("mine.partial", "yours.partial", "step-00000006", "step-00000009")
     }
     assert not list(folder.glob("result.json.0*"))
-
-
-# -- the model's file --------------------------------------------------------------------------------------------------
 
 
 class Everything(plain.Branches):

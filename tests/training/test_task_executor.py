@@ -43,9 +43,6 @@ TASK = mh.Task(
     schedule=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps),
 )
 
-# -- without gradients -------------------------------------------------------------------------------------------------
-
-
 KERNEL = TASK.with_fields(schedule=None, executor=lambda task, worker: MovesToRows([1.0] * D, 0.1))
 STEPPED = TASK.with_fields(  # the same by autograd: half of the distance's gradient is what a step goes
     schedule=None,

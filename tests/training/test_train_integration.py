@@ -1,11 +1,9 @@
 """train() on several real processes, and on simulated ones what needs no process."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from manyhands.engines.local.engine import Local
 from manyhands.errors import Preempted
 from manyhands.events import Event
 from preempting import Preempting
+from sharded_streams import Sharded
 
 
 def task(**fields: Any) -> mh.Task:
@@ -63,18 +62,6 @@ def test_the_same_seed_gives_the_same_bits(local: Local) -> None:
     assert a.rows["total"] == 108
 
 
-def test_dropout_draws_apart_on_each_rank() -> None:
-    draws = mh.launch(draw, workers=2, engine="sim")
-    assert draws[0] != draws[1]
-
-
-def draw() -> float:
-    from manyhands import rng
-
-    rng.seed_all(0, mh.worker().rank)
-    return float(torch.rand(()))
-
-
 def test_an_ensemble_averages_outputs_and_its_best_is_each_members_own(tmp_path: Path) -> None:
     x, y = plain.rows(36)
     wrong = (x, (y + 1) % 3)
@@ -98,39 +85,35 @@ def test_streams_of_unequal_length_end_together() -> None:
 
     And ten shards on two workers: one of 5,120 rows, eight of 6,144, one of 5,728, in five hundredths.
     """
+    row, fields = (
+        (torch.ones(5, dtype=torch.float64), torch.tensor(1)),
+        {"schedule": None},
+    )  # how many there are matters
     for strategy in ("allreduce", "local-sgd:period=4", "ensemble"):
-        given = task(train_data=Sharded([0, 1, 5, 70]), schedule=None, epochs=2, batch_size=8)
+        given = task(train_data=Sharded([[row] * length for length in (0, 1, 5, 70)]), epochs=2, batch_size=8, **fields)
         run = train(given, "sim", strategy=strategy)
         assert run.rows["total"] == 2 * 76, strategy
         assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
     lengths = [10, *[12] * 8, 11]
     for strategy in ("allreduce", "local-sgd:period=8"):
-        given = task(train_data=Sharded(lengths), schedule=None, epochs=1, batch_size=5)
+        given = task(train_data=Sharded([[row] * length for length in lengths]), epochs=1, batch_size=5, **fields)
         run = train(given, "sim", 2, strategy=strategy)
         assert run.rows == {"total": 117, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}, strategy
 
 
-class Sharded(torch.utils.data.IterableDataset):
-    """Shards of rows, each the same row: only how many there are matters."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths, self.num_shards = lengths, len(lengths)
-
-    def shard(self, num_shards: int, index: int) -> Sharded:
-        return Sharded(self.lengths[index::num_shards])
-
-    def __iter__(self) -> Any:
-        row = (torch.ones(5, dtype=torch.float64), torch.tensor(1))
-        return (row for length in self.lengths for _ in range(length))
-
-
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=3", "local-sgd:period=end"])
 def test_interrupted_and_resumed_is_uninterrupted(strategy: str, tmp_path: Path) -> None:
-    """CASE 19: on two workers, with dropout and batch-norm."""
+    """CASE 19: optimizer, schedule, data position, best kept; on two workers, with dropout and batch-norm."""
+
+    class Stopping(Callback):
+        def on_step(self, event: Event) -> str | None:
+            return "stop" if event.step == 4 else None
+
     given = task(model=Dropping, train_data=plain.rows(36), epochs=4, validation_data=plain.rows(5))
-    options: dict[str, Any] = {"strategy": strategy, "workers": 2, "keep": "best:validation_loss"}
+    options: dict[str, Any] = {"workers": 2, "keep": "best:validation_loss", "checkpoint_every": 2}
+    options |= {"strategy": strategy}
     whole = train(given, "sim", **options)
-    part = train(given, "sim", run_dir=tmp_path / "run", callbacks=[StopAfter(2)], **options)
+    part = train(given, "sim", run_dir=tmp_path / "run", callbacks=[Stopping()], **options)
     assert part.info["stopped"] == "callback"
     assert part.steps < whole.steps
     (tmp_path / "run" / "result.json").unlink()
@@ -138,23 +121,7 @@ def test_interrupted_and_resumed_is_uninterrupted(strategy: str, tmp_path: Path)
     assert torch.equal(resumed.parameters, whole.parameters)
     assert resumed.metrics == whole.metrics
     assert resumed.rows == whole.rows
-
-
-class StopAfter(Callback):
-    def __init__(self, epochs: int) -> None:
-        self.left = epochs
-
-    def on_epoch(self, event: Event) -> str | None:
-        self.left -= 1
-        return "stop" if self.left == 0 else None
-
-
-def test_another_number_of_workers_goes_on_from_the_same_parameters(tmp_path: Path) -> None:
-    whole = train(task(epochs=4, schedule=None), "local", 1)
-    train(task(epochs=2, schedule=None), "sim", 2, run_dir=tmp_path / "run")
-    resumed = train(task(epochs=4, schedule=None), "sim", 3, run_dir=tmp_path / "run", resume=True)
-    assert apart(whole, resumed) < 1e-10
-    assert resumed.rows["total"] == whole.rows["total"]
+    assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
 
 
 @pytest.mark.slow
@@ -163,41 +130,6 @@ def test_a_stop_is_obeyed_at_the_same_step_by_all(local: Local) -> None:
     for strategy in ("allreduce", "local-sgd:period=end"):
         run = train(task(epochs=10**5, schedule=None), local, 2, strategy=strategy, max_seconds=0.2, timeout_s=20)
         assert run.info["stopped"] == "max_seconds", strategy
-
-
-def test_a_workers_exception_is_what_the_user_sees(local: Local) -> None:
-    """CASE 21"""
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if mh.worker().rank == 1:
-            raise RuntimeError("the seventh row is odd")
-        return plain.cross_entropy(model, batch)
-
-    with pytest.raises(
-        mh.WorkerFailed, match="(?s)worker 1 .* in phase compute at step 0.*the seventh row is odd"
-    ) as caught:
-        train(task(loss=loss), local, 2)
-    assert "in loss" in caught.value.detail
-
-
-def test_nan_of_one_worker_is_seen_by_all_alike() -> None:
-    x, y = plain.rows(39)
-    x[3] = float("nan")
-    given = task(train_data=(x, y), shuffle=False, epochs=1)
-    with pytest.raises(mh.ManyhandsError, match="gradient of step 0 is not finite"):
-        train(given, "sim", 3)
-    run = train(given, "sim", 3, nonfinite="skip")
-    assert (run.steps, run.rows["unused"]) == (3, 12)
-
-
-def test_a_dead_worker_ends_the_run(local: Local) -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if mh.worker().rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain.cross_entropy(model, batch)
-
-    with pytest.raises(mh.WorkerFailed, match="worker 1 .*SIGKILL.*in phase compute at step 0"):
-        train(task(loss=loss), local, 2)
 
 
 def test_loader_workers_and_a_dataloaders_own_batch_size() -> None:
@@ -219,39 +151,24 @@ def test_sigterm_checkpoints_and_can_be_resumed(local: Local, tmp_path: Path) ->
     assert torch.equal(resumed.parameters, train(plain.task(epochs=3), "sim", 2).parameters)
 
 
-KILLED = """
-import os, signal, sys
-import manyhands as mh, plain
-from manyhands.checkpoint import checkpoints
+def test_a_workers_end_is_what_the_user_sees(local: Local) -> None:
+    """CASE 21: an exception with its own traceback, and a death."""
 
-class Killing:
-    # A loss that has worker 0 kill the driver when the second checkpoint has its name.
-    def __init__(self):
-        self.driver, self.patched = os.getpid(), False
+    def raises() -> None:
+        raise RuntimeError("the seventh row is odd")
 
-    def __call__(self, model, batch):
-        if not self.patched and mh.worker().rank == 0:
-            finish, self.patched = checkpoints._write_manifest, True
-            def killing(partial, final, *rest):
-                finish(partial, final, *rest)
-                if final.name == "step-00000004":
-                    os.kill(self.driver, signal.SIGKILL)
-            checkpoints._write_manifest = killing
+    def dies() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(model: nn.Module, batch: Any, ends: Callable[[], None]) -> torch.Tensor:
+        if mh.worker().rank == 1:
+            ends()
         return plain.cross_entropy(model, batch)
 
-mh.train(plain.task(epochs=3, loss=Killing()), workers=2, run_dir=sys.argv[1], checkpoint_every=2)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_driver_leaves_no_hole_in_the_events(tmp_path: Path) -> None:
-    """Its lock is gone with it, too."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
-    assert subprocess.run(command, env=environment, timeout=60).returncode == -signal.SIGKILL
-    resumed = train(plain.task(epochs=3), "sim", 2, run_dir=tmp_path / "run", resume=True)
-    whole = train(plain.task(epochs=3), "sim", 2)
-    assert torch.equal(resumed.parameters, whole.parameters)
-    for key in ("tick", "loss"):
-        assert [row[key] for row in resumed.history] == [row[key] for row in whole.history]
-    assert resumed.info["warnings"] == []
+    for ends, words in (
+        (raises, "(?s)worker 1 .* in phase compute at step 0.*the seventh row is odd"),
+        (dies, "worker 1 .*SIGKILL.*in phase compute at step 0"),
+    ):
+        with pytest.raises(mh.WorkerFailed, match=words) as caught:
+            train(task(loss=partial(loss, ends=ends)), local, 2)
+        assert ends is dies or "in loss" in caught.value.detail

@@ -1,12 +1,11 @@
-"""train() where every worker makes the same call: in a script under torchrun or `manyhands run`, in a function under launch."""
+"""train() where every worker makes the same call: in a script under torchrun, in a function under launch."""
 
 import json
 import os
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import nn
 import manyhands as mh
 import plain
 from manyhands.engines.local.engine import Local
-from manyhands.errors import PeerLost, Preempted
-from manyhands.own_loop.launch import launch, run_script
+from manyhands.errors import PeerLost
+from manyhands.own_loop.launch import launch
 
 
 def everything_inside(folder: str) -> dict[str, Any]:
@@ -78,43 +77,6 @@ def test_inside_launch(local: Local, tmp_path: Path) -> None:
     assert "in run/checkpoints is of step 5 on worker 0 and of step None on worker 1" in first["apart"]
 
 
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
-    monkeypatch.delenv("MANYHANDS_STRATEGY", raising=False)
-
-    def write(text: str) -> Path:
-        path = tmp_path / "script.py"
-        path.write_text(textwrap.dedent(text))
-        return path
-
-    yield write
-    assert not list(tmp_path.glob("manyhands*"))
-
-
-@pytest.mark.slow
-def test_in_a_script_that_manyhands_runs(
-    local: Local, script: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The first worker's summary is printed, once; SIGTERM to one worker is exit code 75, and resumed."""
-    path = script(
-        """
-        import sys
-        import manyhands as mh
-        from launched_training import Interrupting, task
-        fatal = len(sys.argv) > 2 and mh.worker().rank == 1
-        run = mh.train(task(loss=Interrupting(6 if fatal else 0)), run_dir=sys.argv[1], resume=True)
-        print(run.steps, len(run.history), run.info["engine"])
-        """
-    )
-    directory = tmp_path / "run"
-    with pytest.raises(Preempted, match=f"stopped at step 7 .* from {directory}") as raised:
-        run_script(path, [str(directory), "fatal"], workers=2, engine=local, threads_per_worker=1)
-    assert raised.value.exit_code == 75
-    for _ in range(2):  # goes on; is finished
-        assert run_script(path, [str(directory)], workers=2, engine=local, threads_per_worker=1) == 0
-        assert capfd.readouterr().out == f"{STEPS} {STEPS} inside\n"
-
-
 TORCHRUN = """
 import json, os, sys
 import torch
@@ -140,16 +102,17 @@ mh.train(task())
 
 
 @pytest.mark.slow
-def test_under_torchrun(script: Callable[[str], Path], tmp_path: Path) -> None:
+def test_under_torchrun(tmp_path: Path) -> None:
     """CASE 21 too: the error of a callback is raised as it is where callbacks are, and training works again afterwards.
 
     In the end one worker fails and never comes. The other, which waits for it, heeds torchrun's SIGTERM; the SIGKILL would
     come 30 seconds later.
     """
+    (tmp_path / "script.py").write_text(TORCHRUN)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, *launcher, script(TORCHRUN).name, str(tmp_path)],
+        [sys.executable, *launcher, "script.py", str(tmp_path)],
         cwd=tmp_path,
         env=os.environ | paths,
         capture_output=True,
@@ -166,50 +129,39 @@ def test_under_torchrun(script: Callable[[str], Path], tmp_path: Path) -> None:
     assert not first["torch"]
 
 
-def wide() -> nn.Module:
-    return nn.Linear(1000, 1000)
-
-
 def by_train() -> None:
-    mh.train(
-        model=wide,
-        loss=lambda model, batch: model(batch[0]).square().mean(),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
-        train_data=(torch.ones(4, 1000),),
-        batch_size=4,
-        epochs=1,
-    )
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    mh.train(model=partial(nn.Linear, 1000, 1000), loss=loss, optimizer=adamw, train_data=torch.ones(4, 1000), epochs=1)
 
 
 def by_prepare() -> None:
-    model: Any = wide()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = mh.prepare(model, optimizer, [torch.ones(4, 1000)])
+    model: Any = nn.Linear(1000, 1000)
+    model, optimizer, loader = mh.prepare(model, adamw(model), [torch.ones(4, 1000)])
     for x in loader:
         model(x).square().mean().backward()
         optimizer.step()
 
 
-def shared_memory() -> int:
-    """KB of it that this process maps."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssShmem:")).split()[1])
-
-
-def shared_memory_growth(train: Callable[[], None]) -> int:
-    """KB by which the third training grew it: a thread that ends may hold its last reference for a moment."""
-    for number in range(3):
-        train()
-        if number == 1:
-            before = shared_memory()
-    deadline = time.monotonic() + 10
-    while shared_memory() - before >= 4000 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return shared_memory() - before
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
 
 
 def growth() -> list[int]:
-    return [shared_memory_growth(train) for train in (by_train, by_prepare)]
+    """KB by which the third training of each kind grew this process's part of shared memory."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssShmem:")).split()[1])
+
+    grown = []
+    for train in (by_train, by_prepare):
+        train(), train()
+        before, deadline = mapped(), time.monotonic() + 10
+        train()
+        while mapped() - before >= 4000 and time.monotonic() < deadline:
+            time.sleep(0.05)  # a thread that ends may hold its last reference for a moment
+        grown.append(mapped() - before)
+    return grown
 
 
 def test_shared_memory_is_given_back_between_trainings(local: Local) -> None:

@@ -138,7 +138,8 @@ def test_what_cannot_be_found_is_refused(memory: str, monkeypatch: pytest.Monkey
         (["a.parquet", "*.parquet"], "a.parquet is named twice"),
     ]:
         refused(message, find, [f"{memory}/{path}" for path in paths])
-    refused("cannot be opened: Protocol not known: nosuch", find, ["nosuch://a/b.parquet"])
+    refused("cannot be opened: Protocol not known: nosuch.*s3://", find, ["nosuch://a/b.parquet"])
+    refused("hf://a/.* (cannot be opened|needs a package).*", find, ["hf://a/*.parquet"])
     monkeypatch.setitem(sys.modules, "s3fs", None)
     refused("s3://a/b.parquet needs a package that is not installed: .*pip install s3fs", find, ["s3://a/b.parquet"])
 

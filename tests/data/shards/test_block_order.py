@@ -1,7 +1,6 @@
 """data/shards/block_order.py and dealing.py: every row once, block by block, the same for any number of workers."""
 
 import random
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -132,15 +131,6 @@ def dealt(order: BlockOrder, batch_size: int, workers: int) -> tuple[list[int], 
     return rows, blocks
 
 
-def shared(order: BlockOrder, batch_size: int, workers: int) -> dict[int, set[int]]:
-    """{block: its readers}"""
-    by_block = defaultdict(set)
-    for worker, blocks in enumerate(dealt(order, batch_size, workers)[1]):
-        for block in blocks:
-            by_block[block].add(worker)
-    return by_block
-
-
 def test_readers_are_those_of_the_rows() -> None:
     draw = random.Random(3)
     for _ in range(120):
@@ -153,21 +143,8 @@ def test_readers_are_those_of_the_rows() -> None:
         counted, blocks = dealt(order, batch_size, workers)
         assert list(found.rows) == counted, (order, batch_size, workers)
         assert list(map(set, found.blocks)) == blocks, (order, batch_size, workers)
-
-
-def test_a_worker_reads_the_blocks_of_its_slots_and_few_others() -> None:
-    """24 blocks in 8 slots, 4 workers: each reads the 6 blocks of its two slots, and each block is read by one worker."""
-    by_block = shared(order_of([(40, 10)] * 24, lanes=8, seed=1), 32, 4)
-    assert sorted(rank for one in by_block.values() for rank in one) == sorted([*range(4)] * 6)
     found = readers(BlockOrder([8] * 8, [8] * 8, lanes=4), 4, 2)  # two blocks in each of 4 slots
     assert (found.rows, found.open) == ((32, 32), (2, 2))
-    # where slots and batches do not divide, a boundary of two workers moves between up to three neighbouring slots
-    order = order_of([(100, 25)] * 64, lanes=16, seed=4)
-    for workers, size in [(2, 64), (3, 37), (5, 100)]:
-        by_block = shared(order, size, workers)
-        assert max(len(one) for one in by_block.values()) <= 2, (workers, size)
-        several = sum(len(one) > 1 for one in by_block.values())
-        assert several <= (workers - 1) * 3 * (64 // 16 + 1), (workers, size)
 
 
 def test_blocks_are_open_until_they_are_out() -> None:

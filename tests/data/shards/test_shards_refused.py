@@ -57,14 +57,6 @@ def refused(given: mh.Task, *parts: str) -> None:
     assert [part for part in parts if part not in str(error)] == [], error
 
 
-def test_what_paths_name(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused(task(str(tmp_path / "empty")), str(tmp_path / "empty"), "expected", ".parquet")
-    refused(task(mh.shards("nosuch://bucket/*.parquet")), "nosuch", "s3://")
-    pytest.importorskip("huggingface_hub")
-    refused(task(mh.shards("hf://bucket/*.parquet")), "hf://bucket/*.parquet cannot be opened", "s3://")
-
-
 @pytest.mark.parametrize(
     "names", [("train/0", "test/0"), ("data/train-00000-of-00001", "data/validation-00000-of-00001")]
 )

@@ -1,39 +1,33 @@
 """data/shards/uncounted.py: each row once, whoever reads it, and however often the run goes on with other workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numbered_rows
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
 from manyhands.data.source import ShardPositions, Slice
 from refusals import refused
+from sharded_streams import Sharded
 
 SIZES = [60, 0, 1, 200, 34, 120, 19]
 ROWS = list(range(sum(SIZES)))
 
 
-class Numbers(IterableDataset[int]):
-    """Shards of rising numbers, as a Hugging Face dataset has files."""
+@dataclass
+class Noisy:
+    """Rows that draw."""
 
-    def __init__(self, shards: list[range], noise: float = 0.0) -> None:
-        self.shards, self.num_shards, self.noise = shards, len(shards), noise
+    rows: range
 
-    def shard(self, *, num_shards: int, index: int) -> Numbers:
-        return Numbers(self.shards[index::num_shards], self.noise)
-
-    def __iter__(self) -> Iterator[Any]:
-        for shard in self.shards:
-            for row in shard:
-                yield row + (float(torch.rand(())) * self.noise if self.noise else 0)
+    def __iter__(self) -> Iterator[float]:
+        return (row + float(torch.rand(())) * 0.4 for row in self.rows)
 
 
 def ranges() -> list[range]:
@@ -104,7 +98,7 @@ PLANS: list[list[tuple[int, int | None]]] = [
 def test_each_row_is_handed_out_once(texts: str, shuffle: str | bool | None) -> None:
     """Of files, and of a dataset's shards."""
     for plan in PLANS:
-        data = Numbers(ranges()) if shuffle == "dataset" else mh.shards(texts, counted=False, shuffle=shuffle)
+        data = Sharded(ranges()) if shuffle == "dataset" else mh.shards(texts, counted=False, shuffle=shuffle)
         epoch = Epoch(data)
         for size, ticks in plan:
             epoch.go_on(size, ticks)
@@ -116,7 +110,7 @@ def test_each_row_is_handed_out_once(texts: str, shuffle: str | bool | None) -> 
 @pytest.mark.parametrize("data", ["files", "dataset"])
 def test_as_many_workers_go_on_as_if_never_stopped(texts: str, data: str) -> None:
     def begun() -> Epoch:
-        return Epoch(mh.shards(texts, counted=False) if data == "files" else Numbers(ranges(), noise=0.4))
+        return Epoch(mh.shards(texts, counted=False) if data == "files" else Sharded([*map(Noisy, ranges())]))
 
     expected = begun().go_on(2)
     for stops in ([1], [3, 2], [9]):
@@ -142,30 +136,14 @@ def test_files_without_any_row_and_all_rows_by_number_are_refused(tmp_path: Path
     refused("counted=False", lambda: mh.shards(tmp_path, counted=False, shuffle=True))
 
 
-def _seen(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """A step moves the weights of the rows of its batch, and no other."""
-    rows = torch.tensor([int(text) for text in batch["text"]]) if isinstance(batch, dict) else batch.long()
-    return next(model.parameters())[0, rows].mean()
-
-
 @pytest.mark.parametrize("data", ["files", "dataset"])
 def test_a_run_goes_on_with_other_workers_and_trains_each_row_once(texts: str, data: str, tmp_path: Path) -> None:
-    def zeros() -> torch.nn.Module:
-        model = torch.nn.Linear(len(ROWS), 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        return model
-
-    task = mh.Task(
-        model=zeros,
-        loss=_seen,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-        train_data=mh.shards(texts, counted=False) if data == "files" else Numbers(ranges()),
-        batch_size=30,
-    )
+    files = mh.shards(texts, counted=False, decode=lambda row: int(row["text"]))
+    task = numbered_rows.task(len(ROWS), 30, train_data=files if data == "files" else Sharded(ranges()))
     options: dict[str, Any] = {"engine": "sim", "run_dir": tmp_path / "run", "checkpoint_every": 1}
     total = 0
     for workers, steps in ((2, 4), (2, 6), (3, 8), (3, 9), (2, None)):  # twice with the same deal, then with another
         run = mh.train(task.with_fields(max_steps=steps), workers=workers, resume=total > 0, **options)
         total = run.rows["total"]
-        assert int((next(run.model.parameters()) < 0).sum()) == total
+        assert int((run.model.of > 0).sum()) == total
     assert total == len(ROWS)
