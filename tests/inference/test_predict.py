@@ -1,7 +1,6 @@
 """Predictions in one process and on simulated workers: row by row what a plain loop gives."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
 import plain
@@ -79,11 +78,6 @@ class Words(Dataset[str]):
         return "ab" * (i % 5) + str(i)
 
 
-class Numbers(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(101))
-
-
 def doubled(module: nn.Module, batch: Any) -> Any:
     return torch.as_tensor(batch) * 2
 
@@ -91,7 +85,8 @@ def doubled(module: nn.Module, batch: Any) -> Any:
 def test_streams_and_shards_come_in_the_order_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some workers end early."""
     for workers in (1, 3):
-        for data in (lambda: iter(range(101)), Numbers(), DataLoader(Numbers(), batch_size=10)):
+        stream = Sharded([range(101)])
+        for data in (lambda: iter(range(101)), stream, DataLoader(stream, batch_size=10)):
             found = mh.predict(nn.Identity(), data, function=doubled, workers=workers, engine="sim", batch_size=8)
             assert found.tolist() == list(range(0, 202, 2)), (data, workers)
         shards = Sharded([range(100 * i, 100 * i + 10 * i * i + 3) for i in range(4)])

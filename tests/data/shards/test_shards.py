@@ -311,9 +311,6 @@ def test_a_reading_counts_what_it_read(tmp_path: Path) -> None:
     assert open_source(shards(paths)).counters.bytes == 0  # the index is kept
 
 
-# -- the host's cache ----------------------------------------------------------------------------------------------------
-
-
 def test_with_a_cache_each_block_is_decoded_once(tmp_path: Path, cache_folder: Path) -> None:
     paths = write(tmp_path, "parquet", [70])  # 10 row groups, of several pieces each
     source = open_source(shards(paths, cache="1MB"))
