@@ -272,6 +272,12 @@ class Trial:
         given["model"] = Strikes(self.folder / "marks", *strikes, model=used.model) if strikes else used.model
         return mh.train(used, engine=engine, **{**given, **options})
 
+    def struck(self, *befalls: str | Strike, **options: Any) -> Run:
+        """`train` in `run_dir`, where each of them befalls the run once, and nothing else."""
+        run = self.train(*befalls, run_dir=self.run_dir, **options)
+        fired(run, *befalls)
+        return run
+
     def events(self, *types: str) -> list[Event]:
         return [event for event in event_log.read(self.run_dir / event_log.FILE) if event.type in types]
 
@@ -286,7 +292,6 @@ def reference(of: mh.Task | None = None, **options: Any) -> Run:
 
 
 def fired(run: Run, *befalls: str | Strike) -> None:
-    """Each once, and nothing else."""
     planned = [part for one in befalls for part in str(one).split(",") if part]
     assert run.info.get("faults", {}) == dict.fromkeys(planned, 1), run.info
 

@@ -104,12 +104,8 @@ def in_order(batch_size: int, ticks: int, **fields: object) -> mh.Task:
 
 def each_in_a_round(run: Run, run_dir: Path, batch_size: int = 6) -> None:
     """Each row is in its round once."""
-    moved = run.model.of.detach()
-    assert (run.rows["total"], run.rows["unused"]) == (len(moved), 0)
-    assert [(row["tick"], row["rows"]) for row in run.history] == [
-        (tick, batch_size) for tick in range(len(moved) // batch_size)
-    ]
-    assert rounds_problem(moved, run.history, memberships(run_dir), batch_size) == ""
+    counted(run, batch_size)
+    assert rounds_problem(run.model.of.detach(), run.history, memberships(run_dir), batch_size) == ""
 
 
 # -- two fragments of the parameters, which have rounds of their own -------------------------------------------------------

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_harness import Trial, equal, fired, lost, recorded_once, survive, task
+from fault_harness import Trial, equal, lost, recorded_once, survive, task
 
 import plain
 
 ONE, TWO = "kill=2@step:4", "kill=0@step:0,kill=2@step:5"
 CASES = [
     ("allreduce", TWO),
+    ("allreduce:overlap=true", ONE),
     ("local-sgd:period=2", ONE),
     ("gossip:graph=random,weights=push-sum,period=2", ONE),
     ("diloco:period=4,streaming=2,overlap=0", TWO),
@@ -31,8 +32,7 @@ def test_the_same_bits_as_simulated(strategy: str, faults: str, trial: Trial, si
     if strategy == "stream":
         given = {"of": task(train_data=of_rows, schedule=None)}
     for one in trials:
-        runs.append(run := one.train(faults, survive=survive(False), run_dir=one.run_dir, **given))
-        fired(run, faults)
+        runs.append(run := one.struck(faults, survive=survive(False), **given))
         recorded_once(run, one)
     equal(*runs, tolerance=0.0)
     assert lost(runs[0]) == lost(runs[1])

@@ -5,11 +5,9 @@ from collections.abc import Callable
 import numbered_rows
 import pytest
 import torch
-from fault_harness import Patient, Strike, Trial, fired
+from fault_harness import Patient, Strike, Trial
 
 import manyhands as mh
-from manyhands.engines.driver.membership import Form, Membership, StopWorker
-from manyhands.engines.survive import Survive
 
 BATCH, TICKS, EPOCHS = 6, 8, 2
 ROWS = BATCH * TICKS
@@ -34,8 +32,7 @@ def test_a_worker_is_killed_and_another_process_takes_its_place(trial: Trial) ->
     patient = Patient(loss=numbered_rows.minus_mean, call=8, until=until)
     of = numbered_rows.task(ROWS, BATCH, epochs=EPOCHS, loss=patient)
     callbacks = [trial.seen, Told()]
-    run = trial.train(fault, of=of, run_dir=trial.run_dir, timeout_s=TIMEOUT_S, callbacks=callbacks)
-    fired(run, fault)
+    run = trial.struck(fault, of=of, timeout_s=TIMEOUT_S, callbacks=callbacks)
     assert run.generations == 3  # three, two, three workers
     assert any("worker 1 is back: 3 of 3 workers from step" in message for message in trial.seen.changes)
     assert run.rows["repeated"] == BATCH  # of the step that was under way; the replacement came between two
@@ -62,26 +59,7 @@ def test_the_epoch_is_the_members(simulated: Callable[[], Trial]) -> None:
     for strike in (Strike(0, "told epoch"), Strike(1, "collect")):
         trial = simulated()
         of = numbered_rows.task(ROWS, BATCH, epochs=3, order=lambda epoch: [epoch] * ROWS)
-        run = trial.train(strike, of=of, run_dir=trial.run_dir)
-        fired(run, strike)
+        run = trial.struck(strike, of=of)
         assert trial.seen.epochs == [1, 2, 3]
         assert [row["epoch"] for row in run.history] == [tick // TICKS for tick in range(3 * TICKS)]
         assert run.model.of.detach()[:4].tolist() == pytest.approx([TICKS] * 3 + [0])
-
-
-def test_of_two_halves_one_goes_on() -> None:
-    """torchft#71: split brain. Here nobody goes on without the driver, nor beside one that may still run."""
-    membership = Membership(Survive(max_losses="any", silence_s=10.0, replace=False), dict.fromkeys(range(4), "h"), 0.0)
-    for worker_id in range(4):
-        membership.requested(worker_id, -1, True, 0.0)
-    assert membership.decide(0.0) == [Form(0, (0, 1, 2, 3))]
-    for worker_id in (2, 3):  # out of reach, and perhaps alive
-        membership.lost(worker_id, "silence", 5.0)
-    for worker_id in (0, 1):
-        membership.requested(worker_id, 0, False, 5.0)
-    decided = membership.decide(5.0)
-    assert [action for action in decided if isinstance(action, StopWorker)] == [StopWorker(2), StopWorker(3)]
-    for worker_id in (2, 3):  # what they ask for reaches the driver late
-        membership.requested(worker_id, 0, False, 6.0)
-    assert not any(isinstance(action, Form) for action in [*decided, *membership.decide(14.9)])
-    assert membership.decide(15.1) == [Form(1, (0, 1))]

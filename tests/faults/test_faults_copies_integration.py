@@ -1,4 +1,4 @@
-"""Runs whose server shards have copies: a shard's primary, its backup or both are killed at each place of a run."""
+"""Runs whose server shards have copies: a shard's primary, its backup or both are killed or stopped at each place of a run."""
 
 import signal
 from collections.abc import Callable
@@ -19,11 +19,16 @@ IN_STEP = "downpour:bound=0"
 
 
 class Killer(mh.Callback):
-    """Kills copies of shard 0 at a place of the run, as soon as there are two of them; once, or every so many steps."""
+    """Kills copies of shard 0 at a place of the run, as soon as there are two of them; once, or every so many steps.
 
-    def __init__(self, roles: tuple[str, ...], place: str, every: int = 0, alone: bool = False) -> None:
-        """alone: the shard has no copy."""
+    alone: the shard has no copy. stops: SIGSTOP instead.
+    """
+
+    def __init__(
+        self, roles: tuple[str, ...], place: str, every: int = 0, alone: bool = False, stops: bool = False
+    ) -> None:
         self.roles, self.place, self.every, self.alone = roles, place, every, alone
+        self.number = signal.SIGSTOP if stops else signal.SIGKILL
         self.driver: Any = None
         self.changes: list[str] = []
         self.killed: list[str] = []
@@ -39,7 +44,7 @@ class Killer(mh.Callback):
         self._last = step
         found = [(role, copies.copy_of(0, role)) for role in self.roles]
         for role, process_index in found:
-            self.driver._signal(process_index, signal.SIGKILL)
+            self.driver._signal(process_index, self.number)
             self.killed.append(role)
 
     def on_start(self, event: Event) -> None:
@@ -80,21 +85,24 @@ def struck(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Struck:
 
 
 @pytest.mark.parametrize(
-    ("role", "place", "strategy"),
+    ("role", "place", "strategy", "stops"),
     [
-        ("primary", "step", IN_STEP),
-        pytest.param("backup", "start", "quorum", marks=slow),
-        pytest.param("primary", "checkpoint", "downpour:bound=0,rule=adam", marks=slow),
+        ("primary", "step", IN_STEP, False),
+        pytest.param("backup", "start", "quorum", False, marks=slow),
+        pytest.param("primary", "checkpoint", "downpour:bound=0,rule=adam", False, marks=slow),
+        pytest.param("primary", "step", IN_STEP, True, marks=slow),
     ],
 )
 def test_in_step_the_result_is_that_of_a_run_without_faults(
-    role: str, place: str, strategy: str, struck: Struck, trial: Trial, simulated: Callable[[], Trial]
+    role: str, place: str, strategy: str, stops: bool, struck: Struck, trial: Trial, simulated: Callable[[], Trial]
 ) -> None:
-    killer = Killer((role,), place)
-    run = struck(killer, strategy=strategy, run_dir=trial.run_dir)
-    wanted = simulated().train(strategy=strategy, workers=2, survive=None)
+    killer, servers = Killer((role,), place, stops=stops), 1 + stops
+    survive = "copies=2,silence_s=2" if stops else "copies=2"
+    run = struck(killer, strategy=strategy, run_dir=trial.run_dir, servers=servers, survive=survive)
+    wanted = simulated().train(strategy=strategy, workers=2, servers=servers, survive=None)
     assert killer.killed == [role]
-    assert any("server shard 0 has one copy" in message for message in killer.changes)
+    for words in ("server shard 0 has one copy", *(["sent no heartbeat for"] if stops else [])):
+        assert any(words in message for message in killer.changes), words
     equal(run, wanted, tolerance=0.0)
     assert run.rows["total"] == wanted.rows["total"]
     assert [(row["tick"], row["rows"]) for row in run.history] == [(row["tick"], row["rows"]) for row in wanted.history]

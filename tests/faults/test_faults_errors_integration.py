@@ -10,7 +10,6 @@ from fault_harness import (
     Trial,
     as_ever,
     equal,
-    fired,
     leave,
     lost,
     raises,
@@ -33,8 +32,7 @@ ODD = ValueError("these rows are odd")
 def test_an_exception_is_a_loss(trial: Trial, one_worker: Run) -> None:
     strikes = [Strike(1, "compute", act=raises(ODD), call=4), Strike(2, "compute", act=leave, call=6)]
     strikes.append(Strike(0, "compute", act=raises(MemoryError()), call=8))
-    run = trial.train(*strikes, workers=4, run_dir=trial.run_dir, survive=survive(False))
-    fired(run, *strikes)
+    run = trial.struck(*strikes, workers=4, survive=survive(False))
     assert lost(run) == [(1, "error"), (2, "error"), (0, "memory")]
     assert run.losses[0]["step"] == 3
     as_ever(run, trial, one_worker)

@@ -11,7 +11,6 @@ from fault_harness import (
     Trial,
     as_ever,
     at_place,
-    fired,
     lost,
     survive,
     task,
@@ -47,8 +46,7 @@ CASES = [
 def test_killed(first: str, one: int, then: str, other: int, replaced: bool, trial: Trial, one_worker: Run) -> None:
     assert {*PLACES, "delivery"} == {pair[i] for pair in PAIRS for i in (0, 2)}
     faults = at_place(first, one), Strike(other, "exit") if then == "delivery" else at_place(then, other)
-    run = trial.train(*faults, run_dir=trial.run_dir, survive=survive(replaced))
-    fired(run, *faults)
+    run = trial.struck(*faults, survive=survive(replaced))
     assert lost(run) == [(one, "death"), (other, "death")]
     as_ever(run, trial, one_worker)
 
@@ -56,8 +54,7 @@ def test_killed(first: str, one: int, then: str, other: int, replaced: bool, tri
 @slow
 def test_two_at_once(trial: Trial, one_worker: Run) -> None:
     faults = "kill=0@step:4:exchange,kill=1@step:4:exchange"
-    run = trial.train(faults, run_dir=trial.run_dir)
-    fired(run, faults)
+    run = trial.struck(faults)
     assert [cause for _, cause in lost(run)] == ["death", "death"]
     as_ever(run, trial, one_worker)
 
@@ -66,8 +63,7 @@ def test_two_at_once(trial: Trial, one_worker: Run) -> None:
 @pytest.mark.parametrize(("place", "worker_id"), [("model", 1), ("bring", 0)])
 def test_a_replacement_or_its_source_is_killed(place: str, worker_id: int, trial: Trial, one_worker: Run) -> None:
     fault, strike = "kill=1@step:2", Strike(worker_id, place, process=2 if worker_id else 1)
-    run = trial.train(fault, strike, of=task(loss=Patient()), run_dir=trial.run_dir)
-    fired(run, fault, strike)
+    run = trial.struck(fault, strike, of=task(loss=Patient()))
     assert lost(run) == [(1, "death"), (worker_id, "death")]
     as_ever(run, trial, one_worker)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_harness import Trial, counted_once, equal, fired, task
+from fault_harness import Trial, counted_once, equal, task
 
 import manyhands as mh
 from manyhands.checkpoint import launch_lock
@@ -41,10 +41,7 @@ class Patience(mh.Callback):
 def test_a_loss_is_a_restart(trial: Trial, one_worker: Run) -> None:
     """Epochs, validations and callbacks are those of one run (Ray resumed at epoch 1: ray#46814)."""
     counts, fault = Patience(), "kill=1@step:7"
-    run = trial.train(
-        fault, survive="max_restarts=1,replace=false", run_dir=trial.run_dir, callbacks=[trial.seen, counts]
-    )
-    fired(run, fault)
+    run = trial.struck(fault, survive="max_restarts=1,replace=false", callbacks=[trial.seen, counts])
     ((start, cause),) = ((one["step"], one["cause"]) for one in run.restarts)
     assert cause == "death"
     assert start in (3, 6)  # the newest checkpoint is written beside training, and is dropped with the lost worker

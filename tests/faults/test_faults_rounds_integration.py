@@ -15,7 +15,6 @@ from fault_harness import (
     Strike,
     Trial,
     equal,
-    fired,
     lost,
     recorded_once,
     reference,
@@ -54,8 +53,7 @@ def test_a_lost_workers_rows_are_in_the_same_round(
     strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial
 ) -> None:
     given = {"of": in_order(6, 11), "strategy": strategy, "survive": survive(replaced)}
-    run = trial.train(*befalls, run_dir=trial.run_dir, **given)
-    fired(run, *befalls)
+    run = trial.struck(*befalls, **given)
     assert len(run.losses) == len(befalls)
     each_in_a_round(run, trial.run_dir)
 
@@ -72,8 +70,7 @@ def test_a_row_is_once_in_a_round_of_each_fragment(
     strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial
 ) -> None:
     given = {"of": in_fragments(), "strategy": strategy, "survive": survive(replaced), "check_replicas_every": 1}
-    run = trial.train(*befalls, run_dir=trial.run_dir, **given)
-    fired(run, *befalls)
+    run = trial.struck(*befalls, **given)
     if strategy == STREAMING:
         each_in_a_round_of_its_fragment(run, trial.run_dir)
     counted(run, 12)
@@ -125,8 +122,7 @@ class Numbers(IterableDataset[Tensor]):
 def test_a_stream_is_read_once_by_each_process(trial: Trial) -> None:
     data, fault = Numbers(trial.folder / "readings"), "kill=0@step:6"
     given = {"of": in_order(6, 11, train_data=data, order=None), "strategy": DILOCO, "survive": survive(True)}
-    run = trial.train(fault, run_dir=trial.run_dir, **given)
-    fired(run, fault)
+    run = trial.struck(fault, **given)
     each_in_a_round(run, trial.run_dir)
     assert len(data.readings()) in (3, 4)
     assert set(data.readings()) == {1}
@@ -145,8 +141,7 @@ def test_streams_that_processes_read(kind: str, trial: Trial) -> None:
         fields = {"train_data": DataLoader(Rows(), batch_size=39, num_workers=1)}
     fault = "kill=1@step:4:exchange"
     of = task(schedule=None, **fields)
-    run = trial.train(fault, of=of, survive=survive(False), run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, of=of, survive=survive(False))
     equal(run, reference(task(schedule=None, train_data=Rows())))
     recorded_once(run, trial)
     assert lost(run) == [(1, "death")]

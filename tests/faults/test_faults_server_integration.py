@@ -52,8 +52,7 @@ def task(**fields: object) -> mh.Task:
 def test_each_row_counts_once(strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial) -> None:
     in_step = "bound=0" in strategy or strategy == "quorum"
     given = {"of": in_order(12, 13) if in_step else task(), "strategy": strategy, "survive": survive(replaced)}
-    run = trial.train(*befalls, run_dir=trial.run_dir, **given)
-    fired(run, *befalls)
+    run = trial.struck(*befalls, **given)
     if in_step:
         trained_once(run, 12, (12, 8, 6, 4) if strategy == "quorum" else SLICES)
     else:
@@ -108,8 +107,7 @@ def test_what_one_of_two_shards_has_of_a_slice_is_counted_and_not_repeated(strat
 def test_who_is_the_first_trains_alone_at_first(trial: Trial) -> None:
     """The others wait for it, and not for ever: here one that waits leaves."""
     of, fault = task(loss=Patient(loss=numbered_rows.minus_mean, until=one_is_lost, call=3)), "leave=1@step:2"
-    run = trial.train(fault, of=of, strategy="downpour:bound=1,warmup=8", run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, of=of, strategy="downpour:bound=1,warmup=8")
     each_at_the_server(run, BATCH, EPOCHS)
     steps = [event for event in trial.events("step") if event.values["lease"][2] < 8 and event.tick < TICKS]
     alone = {(event.generation, event.rank) for event in steps}
@@ -123,8 +121,7 @@ def test_who_leaves_or_is_replaced_in_an_open_window_takes_no_row_along(strategy
     pairs = "pairs" in strategy
     of = task(loss=Patient(loss=numbered_rows.minus_mean, until=_back if pairs else one_is_lost, call=3))
     fault = "kill=1@step:2" if pairs else "leave=1@step:2"
-    run = trial.train(fault, of=of, strategy=strategy, run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, of=of, strategy=strategy)
     assert len(run.losses) == pairs
     assert run.generations >= 2 + pairs
     each_at_the_server(run, BATCH, EPOCHS, share=3 if pairs else 1)
@@ -137,8 +134,7 @@ def _back(worker: Worker) -> bool:
 def test_an_interrupted_run_leaves_no_row_out(simulated: Callable[[], Trial]) -> None:
     """Stopped after a loss, and resumed with another number of workers."""
     trial, fault = simulated(), "kill=1@step:0"
-    first = trial.train(fault, of=task(max_steps=7), strategy="downpour", run_dir=trial.run_dir)
-    fired(first, fault)
+    first = trial.struck(fault, of=task(max_steps=7), strategy="downpour")
     assert first.rows["total"] == 7 * BATCH
     run = trial.train(of=task(), strategy="downpour", run_dir=trial.run_dir, resume=True, workers=2)
     each_at_the_server(run, BATCH, EPOCHS)
@@ -174,8 +170,7 @@ def test_memory_that_workers_share_stays_and_a_replacement_maps_it(trial: Trial)
         loss=Patient(loss=numbered_rows.minus_mean, until=_back_or_over),
         optimizer=lambda model: OneWriter(model.parameters(), lock),
     )
-    run = trial.train(faults, of=of, strategy="hogwild", run_dir=trial.run_dir)
-    fired(run, faults)
+    run = trial.struck(faults, of=of, strategy="hogwild")
     trained_once(run, BATCH, (2,))
     assert run.rows["repeated"] == 2 * 2
     assert run.generations >= 3
@@ -184,8 +179,7 @@ def test_memory_that_workers_share_stays_and_a_replacement_maps_it(trial: Trial)
 @slow
 def test_memory_that_workers_share_goes_on_with_fewer(trial: Trial) -> None:
     faults = "kill=0@step:3,kill=1@step:9"
-    run = trial.train(faults, of=task(), strategy="hogwild", survive=survive(False))
-    fired(run, faults)
+    run = trial.struck(faults, of=task(), strategy="hogwild", survive=survive(False))
     counted(run, BATCH, EPOCHS)
 
 

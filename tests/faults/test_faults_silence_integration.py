@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
-from fault_harness import Patient, Strike, Trial, as_ever, counted_once, equal, fired, hang, lost, reference, task
+from fault_harness import Patient, Strike, Trial, as_ever, counted_once, equal, hang, lost, reference, task
 
 import manyhands as mh
 import plain
@@ -23,8 +23,7 @@ slow = pytest.mark.slow
 @slow
 def test_a_short_stop_is_nothing(trial: Trial, one_worker: Run) -> None:
     fault = "pause=1@step:4:exchange+0.5"
-    run = trial.train(fault, survive="max_losses=0,silence_s=20", run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, survive="max_losses=0,silence_s=20")
     assert (run.losses, run.generations) == ([], 1)
     as_ever(run, trial, one_worker)
 
@@ -34,8 +33,7 @@ def test_a_long_stop_is_a_loss(trial: Trial, one_worker: Run) -> None:
     """The stopped process is killed before the others go on, and another one takes its place."""
     fault = "pause=0@step:4:exchange+300"
     given = {"survive": "max_losses=1,silence_s=2", "of": task(loss=Patient(call=6))}
-    run = trial.train(fault, run_dir=trial.run_dir, **given)
-    fired(run, fault)
+    run = trial.struck(fault, **given)
     assert [(one["worker_id"], one["cause"], one["step"]) for one in run.losses] == [(0, "silence", 4)]
     assert run.generations == 3
     as_ever(run, trial, one_worker)
@@ -44,8 +42,7 @@ def test_a_long_stop_is_a_loss(trial: Trial, one_worker: Run) -> None:
 @slow  # timeout_s holds for the start, too, which takes seconds on a busy machine
 def test_a_hang_is_a_loss(trial: Trial, one_worker: Run) -> None:
     strike = Strike(1, "compute", act=hang, call=5)
-    run = trial.train(strike, survive="max_losses=1", timeout_s=15, run_dir=trial.run_dir)
-    fired(run, strike)
+    run = trial.struck(strike, survive="max_losses=1", timeout_s=15)
     assert lost(run) == [(1, "hang")]
     as_ever(run, trial, one_worker)
 

@@ -20,7 +20,6 @@ from fault_harness import (
     at_place,
     counted_once,
     equal,
-    fired,
     lose_peer,
     lost,
     raises,
@@ -59,8 +58,7 @@ def struck(
 ) -> tuple[Run, Trial]:
     """losses: how many of what befalls are losses, default: all."""
     trial = simulated()
-    run = trial.train(*befalls, run_dir=trial.run_dir, **options)
-    fired(run, *befalls)
+    run = trial.struck(*befalls, **options)
     expected = sum(len(str(one).split(",")) for one in befalls) if losses is None else losses
     assert len(run.losses) == expected, (befalls, run.losses)
     return run, trial
@@ -127,10 +125,8 @@ def test_several_are_lost(simulated: Simulated, one_worker: Run) -> None:
     as_ever(run, trial, one_worker)
     assert [one["step"] for one in run.losses] == [2, 5]
     assert run.generations == 3
-    assert run.rows["repeated"] in (
-        22,
-        44,
-    )  # the last one may have had the mean of the step in which the other was lost
+    # the last one may have had the mean of the step in which the other was lost
+    assert run.rows["repeated"] in (22, 44)
     assert trial.seen.stepped_before_the_last_epoch_ended(7)
     run, trial = struck(simulated, "kill=1@step:0:join", survive=survive(False))
     assert trial.seen.stepped_before_the_last_epoch_ended(2)  # one that never came is not waited for in the history
@@ -319,17 +315,32 @@ AS_A_ROUND_CLOSES = [
 ]
 
 
+def rows_of_a_stream() -> Any:
+    """What may be needed again is kept."""
+    yield from torch.arange(66)
+
+
 @slow
-@pytest.mark.parametrize(("number", "strategy"), [*enumerate([*ROUNDS, ROUNDS[1] + ",compress=topk:1"])])
-def test_a_lost_workers_rows_are_in_the_same_round(number: int, strategy: str, simulated: Simulated) -> None:
-    given = {"of": in_order(6, 11), "strategy": strategy}
+@pytest.mark.parametrize(
+    ("number", "strategy", "fields"),
+    [
+        *((number, strategy, {}) for number, strategy in enumerate([*ROUNDS, ROUNDS[1] + ",compress=topk:1"])),
+        *(
+            (number, strategy, {"train_data": rows_of_a_stream, "order": None})
+            for number, strategy in enumerate(ROUNDS)
+        ),
+    ],
+)
+def test_a_lost_workers_rows_are_in_the_same_round(
+    number: int, strategy: str, fields: dict[str, Any], simulated: Simulated
+) -> None:
+    given = {"of": in_order(6, 11, **fields), "strategy": strategy}
     steps = "kill={}@step:5", "kill={}@step:7:exchange", "kill={}@step:0", "kill={}@step:4", "kill={}@step:10"
     for fault, replaced in half(both(*steps), number):
         run, trial = struck(simulated, fault, survive=survive(replaced), **given)
         assert lost(run) == [(int(fault[5]), "death")]
-        assert (
-            run.rows["repeated"] <= PERIOD * 2
-        )  # torchft#192: good gradients are thrown away; here the lost one's are
+        # torchft#192: good gradients are thrown away; here the lost one's are
+        assert run.rows["repeated"] <= PERIOD * 2
         each_in_a_round(run, trial.run_dir)
     for strikes in half(AS_A_ROUND_CLOSES, number):
         run, trial = struck(simulated, *strikes, **given)
@@ -404,28 +415,6 @@ def test_an_exchange_is_remembered_once_all_have_it(how: str, simulated: Simulat
             run, _ = struck(simulated, Strike(1, place, lose_peer, call=2), losses=0, strategy=strategy)
             assert run.generations > 1
             assert torch.equal(run.parameters, whole.parameters), (codec, place)
-
-
-@slow
-@pytest.mark.parametrize(("number", "strategy"), [*enumerate(["allreduce", *ROUNDS])])
-def test_a_stream_is_read_by_all(number: int, strategy: str, simulated: Simulated) -> None:
-    """What may be needed again is kept."""
-
-    def rows() -> Any:
-        yield from torch.arange(66)
-
-    given = {"of": in_order(6, 11, train_data=rows, order=None), "strategy": strategy}
-    steps = "kill={}@step:4", "kill={}@step:7:exchange", "kill={}@step:0", "kill={}@step:10", "kill={}@step:4:commit"
-    befalls: list[tuple[list[str | Strike], bool]] = [([fault], replaced) for fault, replaced in both(*steps)]
-    if strategy in ROUNDS:
-        befalls += [([Strike(1, "complete", call=3)], True), ([Strike(1, "commit", call=3)], False)]
-        befalls += [([Strike(1, "compute", call=7), Strike(0, "extra", call=2)], True)]
-    for befall, replaced in half(befalls, number):
-        run, trial = struck(simulated, *befall, survive=survive(replaced), **given)
-        if strategy in ROUNDS:
-            each_in_a_round(run, trial.run_dir)
-        else:
-            assert torch.allclose(run.model.of.detach(), torch.full((66,), 1 / 6, dtype=torch.float64))
 
 
 # -- at a server -----------------------------------------------------------------------------------------------------------

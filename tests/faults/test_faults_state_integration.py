@@ -14,15 +14,11 @@ from driver_script import wait_until
 from fault_harness import (
     STEPS,
     Patient,
-    Recording,
-    Strike,
     Trial,
     as_ever,
     counted_once,
     equal,
-    fired,
     lost,
-    recorded_once,
     reference,
     survive,
     task,
@@ -50,30 +46,6 @@ def newest(run_dir: Path) -> Checkpoint:
 
 
 @slow
-def test_with_overlap(trial: Trial, one_worker: Run) -> None:
-    fault, of = "kill=1@step:4:exchange", task(loss=Patient(call=6))
-    run = trial.train(fault, of=of, strategy="allreduce:overlap=true", run_dir=trial.run_dir)
-    fired(run, fault)
-    as_ever(run, trial, one_worker)
-
-
-@slow
-@pytest.mark.parametrize("befall", [Strike(1, "ask sync"), Strike(0, "told validation")], ids=str)
-def test_what_is_due_after_so_many_steps_is_done_once(befall: Strike, trial: Trial) -> None:
-    every, alone = {"validate_every": 7, "checkpoint_every": 5}, Recording()
-    held = reference(callbacks=[alone], keep="best:validation_loss", **every)
-    run = trial.train(befall, run_dir=trial.run_dir, keep="best:validation_loss", **every)
-    fired(run, befall)
-    equal(run, held)
-    recorded_once(run, trial)
-    assert (trial.seen.validations, trial.seen.best) == (alone.validations, alone.best)
-    assert run.info["kept"] == held.info["kept"]
-    dropped = any("step 5 is dropped" in message for message in run.info["warnings"])  # its part was yet to be written
-    assert not dropped or befall.place == "told validation"
-    assert [event.tick for event in trial.events("checkpoint")] == ([9] if dropped else [5, 9])
-
-
-@slow
 def test_a_run_that_lost_a_worker_in_a_save_is_resumed(trial: Trial, one_worker: Run) -> None:
     """A second loss, which is one too many, ends it: once the checkpoint is whole."""
     faults = ["kill=0@step:6:save", "kill=2@step:7:exchange"]
@@ -85,8 +57,7 @@ def test_a_run_that_lost_a_worker_in_a_save_is_resumed(trial: Trial, one_worker:
     assert (trial.seen.faults, trial.seen.ends) == (faults, ["failed"])
     assert newest(trial.run_dir).tick == 6
     fault = "kill=0@step:7:exchange"
-    run = trial.train(fault, run_dir=trial.run_dir, resume=True)
-    fired(run, fault)
+    run = trial.struck(fault, resume=True)
     equal(run, one_worker)
     counted_once(run)
     assert run.info["warnings"] == []
@@ -100,8 +71,7 @@ def test_a_run_that_lost_a_worker_in_a_save_is_resumed(trial: Trial, one_worker:
 def test_a_stop_after_so_long(simulated: Callable[[], Trial], one_worker: Run) -> None:
     """The stop and a loss in the same run; what was trained counts, and the rest is done when it is resumed."""
     trial, fault = simulated(), "kill=1@step:2:exchange"
-    run = trial.train(fault, max_seconds=0.45, run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, max_seconds=0.45)
     assert run.info["stopped"] == "max_seconds"
     assert run.steps < STEPS
     again = trial.train(run_dir=trial.run_dir, resume=True)
@@ -191,8 +161,7 @@ def test_a_full_disk_is_a_warning_while_an_older_checkpoint_is_whole(trial: Tria
     """The worker is lost in the step after that, once it has found its disk full."""
     faults, mark = ["disk=1@step:6", "kill=1@step:7:exchange"], trial.folder / "mark"
     of = task(model=Writes(full=mark.touch), loss=Patient(until=lambda _: mark.exists(), call=7))
-    run = trial.train(*faults, of=of, run_dir=trial.run_dir)
-    fired(run, *faults)
+    run = trial.struck(*faults, of=of)
     as_ever(run, trial, one_worker)
     (warning,) = run.info["warnings"]
     for word in ("step 6", "worker 1: No space left on device", "step 3"):
@@ -226,8 +195,7 @@ def test_a_member_that_is_lost_before_its_part_is_written(trial: Trial, one_work
     of = task(
         model=Writes(never(mark, 6)), loss=Patient(until=lambda worker: worker.worker_id != 1 or mark.exists(), call=8)
     )
-    run = trial.train(fault, of=of, run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, of=of)
     as_ever(run, trial, one_worker)
     (warning,) = run.info["warnings"]
     for word in ("step 6 is dropped", "worker 1", "step 3"):
@@ -263,8 +231,7 @@ def test_a_worker_that_leaves_writes_its_part_before_it_ends(trial: Trial, one_w
         return worker.interrupted
 
     of = task(model=Writes(when_gone), loss=Patient(until=until, call=7))
-    run = trial.train(fault, of=of, run_dir=trial.run_dir)
-    fired(run, fault)
+    run = trial.struck(fault, of=of)
     equal(run, one_worker)
     assert mark.exists()
     assert (run.losses, run.info["warnings"]) == ([], [])
