@@ -100,19 +100,26 @@ def expect_killed(outcomes: Sequence[Outcome], victim: int) -> None:
         assert error.seconds < 20
 
 
+def a_mean(group: Group) -> Callable[[], object]:
+    return lambda: group.mean_(torch.ones(10))
+
+
 @contextmanager
-def silent() -> Iterator[Program]:
-    """Rank 1 takes no part until the others have given up: their errors."""
+def silent(prepare: Callable[[Group], Callable[[], object]] = a_mean) -> Iterator[Program]:
+    """Rank 1 neither takes part nor leaves until the others have given up: their errors. prepare: gives what they call."""
     told, tell = os.pipe()
 
     def program(group: Group) -> PeerLost | None:
+        call = prepare(group)
         group.barrier()
         if group.rank == 1:
-            wait_for(group.size - 1, told)
+            left = group.size - 1
+            while left:
+                left -= len(os.read(told, left))
             return None
         try:
             with pytest.raises(PeerLost) as caught:
-                group.mean_(torch.ones(10))
+                call()
         finally:
             os.write(tell, b".")
         return caught.value
@@ -122,12 +129,6 @@ def silent() -> Iterator[Program]:
     finally:
         os.close(told)
         os.close(tell)
-
-
-def wait_for(count: int, told: int) -> None:
-    """Until so many bytes have come."""
-    while count and (data := os.read(told, count)):
-        count -= len(data)
 
 
 DIFFERENT: dict[str, tuple[Callable[[Group, bool], Any], str, str]] = {

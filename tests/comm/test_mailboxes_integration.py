@@ -3,13 +3,14 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import on_ring, on_shared_memory, values
 from meshes import mesh, ring
-from programs import wait_for
+from programs import silent
 from sim.sim_world import meeting_of, run
 
 from manyhands.comm.group import Group
@@ -87,33 +88,20 @@ def test_a_killed_peer_is_lost_to_whoever_waits_for_its_message(on: Any, options
     assert error.seconds < 20
 
 
+def _fills(group: Group) -> Callable[[], None]:
+    mailbox, data = group.open_mailbox(LONGEST), torch.zeros(LONGEST, dtype=torch.uint8)
+
+    def fill() -> None:
+        for _ in range(2 * ring_bytes(LONGEST) // LONGEST):
+            mailbox.post(data)
+        mailbox.take([0] * group.size)
+
+    return fill
+
+
 def test_a_peer_that_takes_nothing_is_lost_after_the_deadline() -> None:
-    told, tell = os.pipe()
-
-    def fills(group: Group) -> PeerLost | None:
-        mailbox, data = group.open_mailbox(LONGEST), torch.zeros(LONGEST, dtype=torch.uint8)
-
-        def fill() -> None:
-            for _ in range(2 * ring_bytes(LONGEST) // LONGEST):
-                mailbox.post(data)
-            mailbox.take([0] * group.size)
-
-        group.barrier()
-        if group.rank == 1:
-            wait_for(1, told)  # it neither takes nor leaves
-            return None
-        try:
-            with pytest.raises(PeerLost) as error:
-                fill()
-        finally:
-            os.write(tell, b".")
-        return error.value
-
-    try:
-        first, _ = values(on_shared_memory(2, fills, timeout_s=1.0))
-    finally:
-        os.close(told)
-        os.close(tell)
+    with silent(_fills) as program:
+        first, _ = values(on_shared_memory(2, program, timeout_s=1.0))
     assert (first.rank, first.operation) == (1, "post")
 
 

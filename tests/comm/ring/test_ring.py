@@ -3,7 +3,6 @@
 import contextlib
 import select
 from contextlib import contextmanager
-from itertools import product
 
 import pytest
 import torch
@@ -11,17 +10,12 @@ from meshes import mesh, ring
 from threads import in_threads
 
 from manyhands.comm.checks import signature
-from manyhands.comm.reducing import naive_mean, shares_of
+from manyhands.comm.reducing import naive_mean
 from manyhands.comm.ring.algorithms import (
-    CHUNK_BYTES,
-    DIRECT_BYTES,
     SWAP_BYTES,
     Direct,
     Ring,
-    Scratch,
     Swap,
-    add_up,
-    exchange_of,
 )
 from manyhands.comm.ring.link import ARRIVE, SEND, WAITING, Link, notice
 from manyhands.errors import ManyhandsError
@@ -37,20 +31,6 @@ def rings(size):
     finally:
         for group in groups:
             group.close()
-
-
-def test_which_way_a_tensor_takes():
-    for size, nbytes, dtype, way in [
-        (2, SWAP_BYTES, torch.float32, Swap),
-        (2, SWAP_BYTES + 4, torch.float32, Ring),
-        (2, SWAP_BYTES + 4, torch.bfloat16, Ring),
-        (3, DIRECT_BYTES, torch.float32, Direct),
-        (3, DIRECT_BYTES + 4, torch.float64, Ring),
-        (3, DIRECT_BYTES + 4, torch.float16, Direct),
-    ]:
-        with rings(size) as groups:
-            transfer = groups[0]._transfer(torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype))
-            assert type(exchange_of(transfer)) is way, (size, nbytes, dtype)
 
 
 def _everywhere(inputs, call):
@@ -79,16 +59,6 @@ def test_every_way_gives_the_mean(way, monkeypatch):
         assert all(torch.equal(result, results[0]) for result in results), n
 
 
-def test_sixteen_bit_numbers_are_rounded_once():
-    pieces = [
-        torch.tensor([256.0], dtype=torch.bfloat16),
-        *(torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(3)),
-    ]
-    into = torch.zeros(1, dtype=torch.bfloat16)
-    add_up(pieces, None, into)
-    assert into.item() == 260  # 256 + 1 is 256 in bfloat16, 259 is 260
-
-
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0], [0.0, 2.0]])
 def test_two_workers_round_sixteen_bit_numbers_once_however_many(weights):
     n = SWAP_BYTES // 2 + 5
@@ -103,40 +73,7 @@ def test_two_workers_round_sixteen_bit_numbers_once_however_many(weights):
         assert torch.equal(result, wanted.bfloat16())
 
 
-def test_the_sum_may_take_the_place_of_any_piece():
-    several = (None, [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0])
-    for place, weights, dtype in product((None, 0, 1, 2, 3), several, (torch.float64, torch.bfloat16)):
-        pieces = [torch.randn(65, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
-        exact = [piece.double() for piece in pieces]
-        wanted = (sum(exact) if weights is None else naive_mean(exact, weights)).to(dtype)
-        into = torch.zeros(65, dtype=dtype) if place is None else pieces[place]
-        add_up(pieces, None if weights is None else shares_of(weights, sum(weights)), into)
-        torch.testing.assert_close(into, wanted, msg=lambda text, case=(place, weights, dtype): f"{case}: {text}")
-
-
 # -- pieces ------------------------------------------------------------------------------------------------------------
-
-
-def test_chunks_cover_everything_once():
-    with rings(1) as (group,):
-        for n in (0, 1, 16_384, 16_385, 1_000_003):
-            chunks = list(group._transfer(torch.zeros(n)).chunks((0, n)))
-            assert [start for start, _ in chunks] == [0, *(stop for _, stop in chunks)][: len(chunks)], n
-            assert sum(stop - start for start, stop in chunks) == n
-            assert all(4 * (stop - start) <= CHUNK_BYTES for start, stop in chunks), n
-
-
-def test_scratch_rows_do_not_overlap_and_are_kept():
-    scratch = Scratch()
-    for n, dtype in ((10, torch.float64), (100, torch.bfloat16), (3, torch.float32), (10, torch.float64)):
-        rows = scratch.rows(3, n, dtype)
-        for number, (row, view) in enumerate(rows):
-            assert (row.shape, row.dtype, len(view)) == ((n,), dtype, n * dtype.itemsize)
-            row.fill_(number)
-        assert [int(row.sum()) for row, _ in rows] == [0, n, 2 * n]
-    assert scratch.rows(3, 10, torch.float64) is rows
-    for n in range(100):
-        scratch.rows(1, n, torch.uint8)
 
 
 # -- one rank against a bare link --------------------------------------------------------------------------------------

@@ -1,9 +1,5 @@
 """RingGroup in real processes: the conformance suite, traffic to the byte, and every way to lose a peer."""
 
-import os
-import signal
-import time
-
 import programs
 import pytest
 import torch
@@ -122,41 +118,3 @@ def test_a_silent_peer_is_lost_after_the_deadline():
     for error in (first, third):
         assert error.rank == 1
         assert "no progress for 1 s" in error.why
-
-
-def _stopped(group, told, tell):
-    tensor = torch.ones(3_000_000)
-    start = time.monotonic()
-    group.mean_(tensor)
-    took_s = time.monotonic() - start
-    if group.rank == 1:
-        me = os.getpid()
-        if os.fork() == 0:
-            _wake(me, told, tell)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(me, signal.SIGSTOP))
-        signal.setitimer(signal.ITIMER_REAL, took_s / 2)
-    try:
-        while True:
-            group.mean_(tensor)
-    except PeerLost as error:
-        os.write(tell, b".")
-        return error.rank
-
-
-def _wake(stopped, told, tell):
-    """When the three others have given up."""
-    os.close(tell)
-    programs.wait_for(3, told)
-    if os.getppid() == stopped:
-        os.kill(stopped, signal.SIGCONT)
-    os._exit(0)
-
-
-def test_a_peer_that_stops_in_the_middle_is_named_by_all():
-    told, tell = os.pipe()
-    try:
-        outcomes = on_ring(4, lambda group: _stopped(group, told, tell), timeout_s=1.0)
-    finally:
-        os.close(told)
-        os.close(tell)
-    assert [outcomes[rank].value for rank in (0, 2, 3)] == [1, 1, 1]

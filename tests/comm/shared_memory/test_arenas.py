@@ -5,7 +5,6 @@ import itertools
 import os
 import resource
 import select
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from manyhands.comm.shared_memory import synchronisation as sync
 from manyhands.comm.shared_memory import table
 from manyhands.comm.shared_memory.memory import Arena, create_arena
-from manyhands.errors import ManyhandsError, PeerLost
+from manyhands.errors import ManyhandsError
 from refusals import refused
 
 
@@ -206,48 +205,6 @@ def test_arenas_of_several_lengths(fds):
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def boards():
-    fds = table.SharedMemory.create(3)
-    memories = [table.GroupMemory(rank, Arena(fds[1 + rank]), fds) for rank in range(3)]
-    made = [sync.SharedCounters(rank, 3, memory) for rank, memory in enumerate(memories)]
-    yield made
-    for board, memory in zip(made, memories, strict=True):
-        board.close()
-        memory.close()
-    for fd in fds:
-        os.close(fd)
-
-
-def _waiting(board, timeout_s=30.0):
-    return sync.Waiting(board, sync.LivenessPipes(board.rank, []), ["a", "b", "c"], range(3), timeout_s)
-
-
-def test_a_counter_that_is_there_costs_nothing_and_one_comes_later(boards):
-    boards[1].raise_to(sync.ARRIVED, 5)
-    _waiting(boards[0]).until(1, sync.ARRIVED, 5, "mean_", 0)
-    for number, delay_s in enumerate((0.0, 0.0005, 0.05), 6):
-        timer = threading.Timer(delay_s, boards[1].raise_to, (sync.ARRIVED, number))
-        timer.start()
-        _waiting(boards[0]).until(1, sync.ARRIVED, number, "mean_", 0)
-        timer.join()
-
-
-def test_silence_is_an_error_that_all_learn(boards):
-    refused(r"no progress for 0.05 s", _waiting(boards[0], 0.05).until, 1, sync.ARRIVED, 1, "mean_", 7, kind=PeerLost)
-    words = "worker 1 on b is gone .worker 0 noticed"
-    refused(words, _waiting(boards[2]).until, 0, sync.ARRIVED, 1, "mean_", 7, kind=PeerLost)
-
-
-def test_a_peer_that_left_is_an_error_only_for_what_it_did_not_do(boards):
-    boards[1].raise_to(sync.ARRIVED, 3)
-    boards[1].raise_to(sync.STATE, sync.CLOSED)
-    waiting = _waiting(boards[0])
-    waiting.until(1, sync.ARRIVED, 3, "mean_", 0)
-    refused("left the group", waiting.until, 1, sync.ARRIVED, 4, "mean_", 0, kind=PeerLost)
-    refused("left the group", waiting.check, kind=PeerLost)
-
-
 def test_a_forked_child_does_not_hold_the_lifeline():
     read, write = os.pipe()
     lifelines = sync.LivenessPipes(0, [(os.dup(read), write)])
@@ -263,13 +220,6 @@ def test_a_forked_child_does_not_hold_the_lifeline():
         os.close(fd)
     os.waitpid(pid, 0)
     assert ready  # end of file, though the child lived
-
-
-def test_headers_and_small_blobs_arrive_whole(boards):
-    header = sync.Header(3, 1000, 0.1, 4096, 5)
-    boards[1].write(9, header, b"hello")
-    assert boards[0].read(1, 9) == header
-    assert boards[0].inline(1, 9, 5) == b"hello"
 
 
 def test_the_fence_of_other_processors_is_no_deadlock(monkeypatch):

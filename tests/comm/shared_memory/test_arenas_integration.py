@@ -93,52 +93,6 @@ def test_a_later_group_finds_the_tensors_where_they_were():
     assert values(on_arenas([[0, 1, 2], [2, 0], [1, 2, 0]], _regrouped)) == [True] * 3
 
 
-def _joined(member):
-    """Process 2 comes to arenas of which the others have used a part."""
-    tensors = []
-    if member.process < 2:
-        group = member.join(0)
-        tensors = [group.allocate(1000, torch.float64).fill_(9) for _ in range(1 + member.process)]
-        group.mean_(tensors[0])
-        group.close()
-    group = member.join(1)
-    mine = group.allocate(N, torch.float64).copy_(vector(member.process, N))
-    mean_in_place(group, mine, mean_of([2, 1, 0]))
-    places = group.all_gather_json(member.arena.locate(mine))
-    group.barrier()
-    group.close()
-    assert all(tensor.eq(9).all() for tensor in tensors)
-    return places
-
-
-def test_a_new_member_has_an_arena_of_its_own():
-    assert values(on_arenas([[0, 1], [2, 1, 0]], _joined)) == [[0, 2 * 8192, 8192]] * 3
-
-
-def _shares(member):
-    """A member's memory, which its peers see also when it is in no group with them."""
-    group = member.join(0)
-    mine = group.allocate(4, torch.float64)
-    shared = group.share(mine, 0)
-    group.barrier()
-    group.close()
-    del mine
-    other = member.join(1) if member.process else None
-    shared[member.process] = member.process + 1.0
-    if other is not None:
-        other.barrier()
-        other.close()
-    again = member.join(2)
-    again.barrier()
-    seen = shared.tolist()
-    again.close()
-    return seen
-
-
-def test_shared_views_outlive_their_group():
-    assert values(on_arenas([[0, 1, 2], [1, 2], [2, 0, 1]], _shares)) == [[1.0, 2.0, 3.0, 0.0]] * 3
-
-
 # -- after a death ---------------------------------------------------------------------------------------------------
 
 
