@@ -1,13 +1,9 @@
-"""Served servers for tests: socketpairs to each worker; shards in threads, or in processes of their own."""
+"""Served servers for tests: socketpairs to each worker, and shards in threads."""
 
-import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 from manyhands.server.base import ServerSpec
 from manyhands.server.client import ServedServer
@@ -80,83 +76,3 @@ def client_of(spec: ServerSpec, row: list[Pair], timeout_s: float, memory_from: 
 
 def channel_to(rank: int, sock: socket.socket, timeout_s: float) -> Channel:
     return Channel(sock, peer=f"worker {rank}", timeout_s=timeout_s)
-
-
-class Processes:
-    """Shards in processes. The workers' ends are `pairs[rank][shard][1]`, for this process or for one it forks."""
-
-    def __init__(self, spec: ServerSpec, workers: int, shards: int = 1, *, timeout_s: float = 10.0) -> None:
-        self.spec, self.timeout_s = spec, timeout_s
-        self.pairs: list[list[Pair]] = [[socket.socketpair() for _ in range(shards)] for _ in range(workers)]
-        self.running: set[int] = set()
-        self.shards = [self.fork(lambda shard=shard: self._serve(shard, shards)) for shard in range(shards)]
-        for row in self.pairs:
-            for its, _ in row:
-                its.close()
-
-    def _serve(self, shard: int, shards: int) -> None:
-        channels = {}
-        for rank, row in enumerate(self.pairs):
-            for number, (its, mine) in enumerate(row):
-                mine.close()
-                if number == shard:
-                    channels[rank] = channel_to(rank, its, self.timeout_s)
-                else:
-                    its.close()
-        where = {"shard": shard, "shards": shards, "workers": len(self.pairs), "timeout_s": self.timeout_s}
-        serve(self.spec, channels=channels, **where)
-
-    def worker(self, rank: int, program: Callable[[ServedServer], None]) -> int:
-        """Run a worker's program in a process; its pid."""
-
-        def run() -> None:
-            for other, row in enumerate(self.pairs):
-                for _, mine in row:
-                    if other != rank:
-                        mine.close()
-            client = client_of(self.spec, self.pairs[rank], self.timeout_s)
-            program(client)
-            client.close()
-
-        pid = self.fork(run)
-        for _, mine in self.pairs[rank]:
-            mine.close()
-        return pid
-
-    def fork(self, run: Callable[[], None]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                run()
-                code = 0
-            finally:
-                os._exit(code)  # the traceback of an error is lost: the exit code says that there was one
-        self.running.add(pid)
-        return pid
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        self.join(pid)
-
-    def join(self, pid: int) -> int:
-        """Its exit code."""
-        self.running.discard(pid)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    def close(self) -> None:
-        for row in self.pairs:
-            for _, mine in row:
-                mine.close()
-        for pid in list(self.running):
-            self.kill(pid)
-
-
-@contextmanager
-def processes(spec: ServerSpec, workers: int, shards: int = 1, **options) -> Iterator[Processes]:
-    made = Processes(spec, workers, shards, **options)
-    try:
-        yield made
-    finally:
-        made.close()

@@ -11,10 +11,10 @@ from served import channel_to, hosting
 from manyhands.comm.checks import bits_of
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.client import ServedServer, ShardLost
+from manyhands.server.client import ServedServer
 from manyhands.server.protocol import Kind, VectorPlace, about, dtype_of
 from manyhands.transport.channel import Channel, ChannelClosed
-from manyhands.transport.frame import Frame, FrameError, from_json, pack, to_json
+from manyhands.transport.frame import Frame, FrameError, from_json, pack
 from refusals import refused
 
 N = 6
@@ -132,52 +132,6 @@ def test_a_request_says_of_which_vectors_it_speaks():
         assert (frame.a, dtype_of(frame)) == (7, dtype)
     for wrong in ({"a": -1, "b": 0}, {"a": 7, "b": -1}, {"a": 7, "b": 99}):
         refused("expected a number of elements", dtype_of, Frame(kind=Kind.PULL, **wrong), kind=FrameError)
-
-
-ONE = {"version": 1}
-
-
-def snapshot(output, *vectors):
-    return [Frame(kind=Kind.SNAPSHOT, blob=to_json(output)), *vectors]
-
-
-def vector(elements=N, dtype=torch.float32):
-    return Frame(kind=Kind.VECTOR, elements=elements, dtype=dtype)
-
-
-def late(output):
-    return [Frame(kind=Kind.LATE, blob=to_json(output))]
-
-
-SNAPSHOTS = {
-    "no JSON": [Frame(kind=Kind.SNAPSHOT, blob=b"{")],
-    "no names": snapshot({"numbers": ONE}),
-    "names that are none": snapshot({"names": [7, "center"], "numbers": ONE}),
-    "a name twice": snapshot({"names": ["center", "center"], "numbers": ONE}),
-    "a thousand names": snapshot({"names": ["center", *map(str, range(1000))], "numbers": ONE}),
-    "no center": snapshot({"names": ["sum"], "numbers": ONE}),
-    "no numbers": snapshot({"names": ["center"], "numbers": []}),
-    "no version": snapshot({"names": ["center"], "numbers": {"version": "1"}}),
-    "more elements": snapshot({"names": ["center"], "numbers": ONE}, vector(1 << 37)),
-    "fewer elements": snapshot({"names": ["center"], "numbers": ONE}, vector(N - 1)),
-    "whole numbers": snapshot({"names": ["center"], "numbers": ONE}, vector(dtype=torch.int64)),
-    "a late worker that is none": late({"worker": "x", "seconds": 1}),
-    "no seconds": late({"worker": 0, "seconds": None}),
-}
-
-
-def test_a_shard_that_answers_nonsense_is_named():
-    """Memory for a vector that never comes must not be taken."""
-    for case, answers in SNAPSHOTS.items():
-        its, mine = socket.socketpair()
-        shard = Channel(its, peer="worker 0", timeout_s=10)
-        client = ServedServer(ServerSpec(rule="add"), [channel_to(0, mine, 10)], hosts=["host-a"], memory_from=-1)
-        shard.send(Frame(kind=Kind.DONE))
-        client.initialize(torch.zeros(N))
-        its.sendall(b"".join(pack(frame) + frame.blob for frame in answers))
-        refused("server shard 0.*expected", client.capture, kind=ShardLost, case=case)
-        client.close()
-        shard.close()
 
 
 def test_a_shard_that_says_nothing_for_too_long_is_lost():

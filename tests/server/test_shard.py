@@ -1,8 +1,10 @@
 """What the connections of a shard share; a live shard: what is attacked, lost or late, while the others go on."""
 
+import gc
 import logging
+import os
+import pickle
 import random
-import secrets
 import socket
 import threading
 import time
@@ -11,7 +13,9 @@ from contextlib import suppress
 import pytest
 import torch
 from driver_script import wait_until
+from harness import forked, values
 from served import channel_to, hosting
+from threads import in_threads
 
 from fuzzing import bounded
 from manyhands.errors import ManyhandsError, PeerLost
@@ -22,7 +26,8 @@ from manyhands.server.replication.log import Call
 from manyhands.server.shard_host import Shard, WorkersLate, serve
 from manyhands.server.store import Go, InvalidCall, WaitForGate
 from manyhands.testing.server_suite import expect_waits, started
-from manyhands.transport.channel import ChannelTimeout
+from manyhands.transport.channel import ChannelClosed, ChannelTimeout
+from manyhands.transport.credentials import Credentials
 from manyhands.transport.frame import DTYPES, HEADER_BYTES, Frame, pack, to_json
 from manyhands.transport.listener import Listener, connect
 from refusals import refused
@@ -109,7 +114,7 @@ def test_a_worker_that_ends_gives_back_what_it_read_and_holds_nobody_up():
     shard.close()
 
 
-N = 1000
+N, LARGE = 1000, 1 << 18
 FLOAT = DTYPES.index(torch.float32)
 ADD, IN_STEP = ServerSpec(rule="add"), ServerSpec(rule="add", bound=0)
 WHOLE_PUSH = {"kind": Kind.PUSH, "dtype": torch.float32, "elements": N, "sequence": 1, "weight": 1.0}
@@ -248,14 +253,51 @@ def test_workers_that_do_not_come_are_an_error():
         serve(ADD, shard=0, shards=1, workers=2, channels={}, timeout_s=0.1)
 
 
-def test_the_port_is_closed_once_all_workers_have_come():
-    token = secrets.token_bytes(32)
-    listener = Listener(credentials=None, token=token, timeout_s=10)
-    workers = {"workers": 2, "channels": {}, "listener": listener, "timeout_s": 10}
+def test_a_worker_that_dies_in_the_middle_of_a_push_changes_nothing_and_frees_the_others():
+    """CASE 11: the others wait for it until it is known to be dead. Its half push, in shared memory, is not applied."""
+    with hosting(IN_STEP, 2) as host:
+        mine, dying = host.clients
+        into = torch.empty(N)
+        mine.initialize(torch.zeros(N))
+        for client in host.clients:
+            client.activate()
+            client.pull(into)
+        mine.push(torch.ones(N))
+        with started(mine.tick) as waiting:
+            dying._connections[0]._outbox[: N // 2] = 7.0
+            expect_waits(waiting, "a tick at bound 0")
+            dying._connections[0].channel.close()
+            waiting.result(10)
+        mine.pull(into)
+        assert into.eq(1).all()
+    assert host.output[0]["lost"] == [1]
 
-    def come(rank):
-        given = {"credentials": None, "token": token, "peer": "server shard 0", "timeout_s": 10}
-        return connect(listener.address, hello(rank, 0, 1, "host-a"), **given)
+
+def test_when_a_shard_is_gone_every_worker_learns_at_once_which():
+    with hosting(IN_STEP, 2, 2, timeout_s=300) as host:
+        waiting_one, busy_one = host.clients
+        waiting_one.initialize(torch.zeros(N))
+        waiting_one.activate()
+        busy_one.activate()
+        with started(waiting_one.tick) as waiting:
+            expect_waits(waiting, "a tick at bound 0")
+            for row in host.pairs:
+                row[1][0].shutdown(socket.SHUT_RDWR)
+            words = r"server shard 1 is gone\. This worker waited .* in server\.%s at step %d"
+            lost = refused(words % ("tick", 1), waiting.result, 30, kind=PeerLost)  # though it waits for shard 0
+        refused(words % ("pull", 0), busy_one.pull, torch.empty(N), kind=PeerLost)
+    again = pickle.loads(pickle.dumps(lost))
+    assert (str(again), again.rank, again.shard) == (str(lost), -2, 1)
+
+
+def test_over_tls_strangers_are_turned_away_and_the_port_is_closed_once_all_workers_have_come():
+    ours, theirs = Credentials.create(), Credentials.create()
+    listener = Listener(credentials=ours, generation=3, timeout_s=10)
+    spec = ServerSpec(rule="elastic", options={"alpha": 0.5})
+
+    def come(rank, shard=0, shards=1, credentials=ours, generation=3):
+        given = {"credentials": credentials, "peer": "server shard 0", "generation": generation, "timeout_s": 10}
+        return connect(listener.address, hello(rank, shard, shards, "localhost"), **given)
 
     def listens():
         try:
@@ -264,18 +306,57 @@ def test_the_port_is_closed_once_all_workers_have_come():
             return False
         return True
 
-    with started(lambda: serve(ADD, shard=0, shards=1, **workers)) as serving:
-        channels = [come(0)]
-        assert listens()
-        channels.append(come(1))
-        wait_until(lambda: not listens())
-        clients = [ServedServer(ADD, [channel]) for channel in channels]
-        clients[0].initialize(torch.zeros(N))
-        for client in clients:
-            client.activate()
-            client.push(torch.ones(N))
-            client.close()
-        assert serving.result(10) == {"shard": 0, "version": 2, "pulls": 0, "pushes": 2, "dropped": 0, "lost": []}
+    where = {"shard": 0, "shards": 1, "workers": 2, "channels": {}, "generation": 3, "timeout_s": 10}
+    with started(lambda: serve(spec, listener=listener, **where)) as serving:
+        good = ServedServer(spec, [come(0)])
+        good.initialize(torch.zeros(N))
+        good.activate()
+        for place in [(1, 0, 1, theirs), (1, 0, 1, ours, 2), (0,), (2,), (1, 1), (1, 0, 2)]:  # worker 0 is there
+            refused("", come, *place, kind=ChannelClosed)
+        with socket.create_connection(listener.address) as stranger:
+            stranger.sendall(random.Random(1).randbytes(1000))
+            assert listens()
+            replayer = come(1)
+            replayer.generation = 0  # frames, as they were recorded in an older generation
+            replayer.send(Frame(kind=Kind.ACTIVATE))
+            refused("", replayer.receive, kind=ChannelClosed)
+            wait_until(lambda: not listens())
+            pushed = good.push(torch.ones(N), 2.0, 5)
+        assert torch.equal(pushed.answer, torch.ones(N))
+        assert (pushed.weight, pushed.bits) == (2.0, 5)
+        good.close()
+        assert serving.result(10) == {"shard": 0, "version": 1, "pulls": 0, "pushes": 1, "dropped": 0, "lost": [1]}
+
+
+def adds_ones(client):
+    """Each push adds one to every element, so a version is one number everywhere, and the pull says which."""
+    into, one = torch.empty(LARGE), torch.ones(LARGE)
+    client.initialize(torch.zeros(LARGE))
+    client.activate()
+    for _ in range(20):
+        client.pull(into)
+        (versions,) = client.drain_journal()["pulls"]
+        for version, part in zip(versions, into.chunk(2), strict=True):
+            lowest, highest = part.aminmax()
+            assert lowest == highest == version, (version, lowest, highest)
+        client.push(one)
+
+
+def in_a_process(_):
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with hosting(ADD, 3, 2) as host:
+        in_threads(3, lambda rank: adds_ones(host.client(rank)))
+        into = torch.empty(LARGE)
+        host.client(0).center(into)
+        assert into.eq(3 * 20).all()
+        assert len(os.listdir("/proc/self/fd")) > len(before)
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) - len(before)
+
+
+def test_no_read_is_torn_no_push_is_lost_and_nothing_is_left_open():
+    assert values(forked(1, in_a_process, 60)) == [0]
 
 
 def test_what_is_wrong_with_the_server_itself_ends_it():

@@ -60,16 +60,6 @@ def test_no_reader_can_map_it_for_writing_nor_shorten_it(published):
     os.close(outbox)
 
 
-def test_an_outbox_is_written_and_read_by_both(published):
-    fd = make_outbox(N, torch.float64)
-    mine, its = map_outbox(fd, N, torch.float64), map_outbox(fd, N, torch.float64)
-    os.close(fd)
-    mine.fill_(1.5)
-    assert its.eq(1.5).all()
-    its.fill_(2.5)
-    assert mine.eq(2.5).all()
-
-
 def test_a_worker_refuses_memory_that_is_not_what_was_announced(published):
     with pytest.raises(FrameError, match="expected .* bytes of memory"):
         BufferReader(published.fd, published.slots + 1, published.stride, N, torch.float32)

@@ -1,6 +1,7 @@
 """A server rule of one's own on each engine: plain SGD with half of each update is SGD at half the rate."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,22 +21,12 @@ def trained(engine: Engine | str, rule: str, rate: float, *, bound: str = "bound
     return plain.flat(run.model)
 
 
-@pytest.fixture(scope="module")
-def wanted() -> torch.Tensor:
-    return trained(Sim(), "add", 0.01)
-
-
-def test_on_processes_here(local: Local, wanted: torch.Tensor) -> None:
-    assert (trained(local, RULE, 0.02) - wanted).abs().max() < 1e-12
-
-
-@pytest.mark.slow
-def test_with_copies_of_the_shards(local: Local, wanted: torch.Tensor) -> None:
-    assert (trained(local, RULE, 0.02, survive="copies=2") - wanted).abs().max() < 1e-12
-
-
-def test_in_the_simulator(wanted: torch.Tensor) -> None:
-    assert (trained(Sim(), RULE, 0.02) - wanted).abs().max() < 1e-12
+@pytest.mark.parametrize("copies", ["", pytest.param("copies=2", marks=pytest.mark.slow)])
+def test_on_processes_here_and_in_the_simulator(copies: str, local: Local) -> None:
+    wanted = trained(Sim(), "add", 0.01)
+    ways: list[tuple[Engine, dict[str, Any]]] = [(local, {"survive": copies})] if copies else [(local, {}), (Sim(), {})]
+    for engine, options in ways:
+        assert (trained(engine, RULE, 0.02, **options) - wanted).abs().max() < 1e-12, engine
 
 
 def test_replayed_once_it_is_named(local: Local, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rule of rounds: when a round is over, what it weighs, and that the outer momentum comes once a round."""
+"""The rule of rounds: when a round is over, and what it weighs."""
 
 import json
 import re
@@ -122,20 +122,6 @@ def test_trajectories() -> None:
             words, _, moved = step.partition("=")
             center = float(Fraction(moved)) if moved else center
             assert store.step(words) == pytest.approx(center, rel=0, abs=2e-15), (line, number, words)
-
-
-def test_the_momentum_is_applied_once_a_round() -> None:
-    """Torch's own Nesterov SGD along each round's mean, however many pushes a round has."""
-    store = Rounds(2, rate=0.7, momentum=0.9, quorum=2)
-    point = torch.nn.Parameter(torch.zeros(1, dtype=F64))
-    optimizer = torch.optim.SGD([point], lr=0.7, momentum=0.9, nesterov=True)
-    for a, again, b in ((1.0, 0.5, 3.0), (-2.0, 0.0, 1.0), (0.5, 1.0, 0.5)):
-        store.gives((0, a), (0, again), (1, b))
-        for worker in range(2):
-            store.pull(worker)
-        point.grad = -torch.tensor([(2 * (a + again) + b) / 3], dtype=F64)
-        optimizer.step()
-        assert float(store.center) == pytest.approx(float(point.detach()), abs=1e-14)
 
 
 def test_a_round_is_closed_into_the_memory_that_the_server_gives() -> None:

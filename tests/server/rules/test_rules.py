@@ -42,31 +42,9 @@ def test_what_is_added():
         ("distance", [push([1.0, 1.0], pulled=pulled)], {"rate": 4.0}, [2.0, 2.5]),
         ("distance", [push([1.0, 1.0])], {"rate": 4.0}, [2.0, 3.0]),
         ("elastic", [push([5.0, 2.0]), push([1.0, -2.0], worker=1)], {"alpha": 0.25}, [2.0, 1.0]),
+        ("adagrad", [push([0.0, 1.0])], {"rate": 0.5}, [1.0, pytest.approx(1.5)]),  # one never had a gradient
     ]:
         assert merged(rule, pushes, **options) == wanted, (rule, pushes)
-
-
-def test_elastic():
-    rule = make_rule(ServerSpec(rule="elastic", options={"alpha": 0.25}))
-    center, pushes = tensor([1.0, 2.0]), [Push(w, tensor(x), 1.0) for w, x in enumerate(([5.0, 2.0], [1.0, -2.0]))]
-    rule.merge(center, center, pushes)
-    assert [p.answer.tolist() for p in pushes] == [[1.0, 0.0], [0.0, -1.0]], "differences are to the same old center"
-    assert center.tolist() == [2.0, 1.0]
-    rule.merge(center, center, [Push(0, tensor([4.0, 1.0]), 2.0)])
-    assert center.tolist() == [3.0, 1.0], "the weight multiplies alpha"
-
-
-def test_adagrad_is_torchs():
-    """Two pushes of accumulated gradients move the center as two steps of torch's Adagrad."""
-    gradients = [[3.0, -4.0], [1.0, 2.0]]
-    parameter = torch.nn.Parameter(tensor([1.0, 2.0], dtype=torch.float64))
-    optimizer = torch.optim.Adagrad([parameter], lr=0.1, eps=1e-10)
-    for gradient in gradients:
-        parameter.grad = tensor(gradient, dtype=torch.float64)
-        optimizer.step()
-    got = merged("adagrad", [push(gradient, worker=w) for w, gradient in enumerate(gradients)], rate=0.1)
-    assert got == pytest.approx(parameter.tolist(), abs=1e-15)
-    assert merged("adagrad", [push([0.0, 1.0])], rate=0.5) == [1.0, pytest.approx(1.5)]  # that never had a gradient
 
 
 def test_weighted_mean_is_the_naive_one():
@@ -230,28 +208,6 @@ def test_who_has_not_begun_is_parked_or_lost_stays_in_the_mean_and_a_partner():
         give(store, 0, number, 0.0)
     assert vectors(store) == [[pytest.approx(1.0, abs=1e-9)]] * 3
     assert store.center.tolist() == [1.0]
-
-
-def test_a_snapshot_goes_on_with_the_count_of_pushes_which_draws_partners():
-    """CASE 19."""
-    stores = [pairs_of(5) for _ in range(2)]
-    for number in range(1, 4):
-        give(stores[0], 0, number, float(number))
-    stores[1].restore(*stores[0].capture())
-    for store, first in zip(stores, (4, 1), strict=True):
-        for later in range(5):
-            give(store, 0, first + later, 1.0)
-    assert vectors(stores[0]) == vectors(stores[1])
-
-
-def test_with_another_number_of_workers_all_begin_at_the_center():
-    store = pairs_of(2)
-    give(store, 0, 1, 4.0)
-    fresh = pairs_of(3)
-    fresh.restore(*store.capture())
-    assert vectors(fresh) == [[2.0]] * 3
-    give(fresh, 2, 1, 3.0)
-    assert fresh.center.tolist() == [3.0]
 
 
 def test_it_leaves_the_version_that_others_read():
