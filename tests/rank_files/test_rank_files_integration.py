@@ -148,7 +148,6 @@ def test_logs_folders_and_names_for_a_moment(local: Local, folder: Path) -> None
         if epoch:
             os.remove(f"out/{epoch - 1}.txt")
         assert os.listdir("out") == [f"{epoch}.txt"] and not os.path.exists("out/0.txt") == (epoch > 0)
-        assert [entry.name for entry in os.scandir("out")] == [f"{epoch}.txt"] == [p.name for p in pathlib.Path("out").glob("*")]
         step()
     with open("changed.txt", "x") as file:
         file.write("0123")
@@ -172,15 +171,9 @@ def test_logs_folders_and_names_for_a_moment(local: Local, folder: Path) -> None
         archive.extractall(".", filter="data")
     shutil.rmtree("out")
     os.makedirs("out")
-    with open(os.devnull, "w") as file:
-        file.write("nothing")
     array = np.memmap("mapped.bin", dtype="int64", mode="w+", shape=(2,))
     array[:] = 7
     array.flush()
-    try:
-        open("nowhere/at/all.txt", "w")
-    except FileNotFoundError as error:
-        assert error.filename == "nowhere/at/all.txt", error.filename
     """
     assert run(local, folder, script) == 0
     assert files(folder) == {

@@ -8,60 +8,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.rank_files.file_owner import (
-    Changes,
-    FileSource,
     caches,
-    destination,
-    governing,
-    is_own,
     is_shared,
-    source_of,
 )
 from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.merge import settle
 from manyhands.rank_files.views import FirstView, OtherView, View
-
-NEVER = Changes()
-
-
-def test_whence_a_file_is_read() -> None:
-    for own, first, passed, expected in (
-        (NEVER, Changes(3, 3), False, FileSource.REAL),  # read only
-        (Changes(1, 0), Changes(1, 1), False, FileSource.OWN),  # open here
-        (Changes(1, 1), NEVER, False, FileSource.WAIT),
-        (Changes(1, 1), NEVER, True, FileSource.OWN),
-        (Changes(2, 2), Changes(2, 1), False, FileSource.WAIT),  # half written there
-        (Changes(2, 2), Changes(1, 1), False, FileSource.WAIT),
-        (Changes(2, 2), Changes(2, 2), False, FileSource.REAL),
-        (Changes(2, 2), Changes(3, 2), False, FileSource.OWN),  # being written anew
-        (Changes(2, 2), Changes(3, 3), False, FileSource.OWN),
-    ):
-        assert source_of(own, first, passed) is expected, (own, first, passed)
-
-
-def test_a_path_is_a_ranks_own_once_the_first_has_passed_it_by_and_goes_to_its_place_or_beside_it() -> None:
-    assert is_own(Changes(1, 1), NEVER, passed=True)
-    for own, first, passed in (
-        (Changes(1, 1), NEVER, False),
-        (Changes(1, 1), Changes(1, 0), True),
-        (Changes(1, 0), NEVER, True),
-    ):
-        assert not is_own(own, first, passed=passed)
-    for exists, taken, complete in (
-        (False, False, False),
-        (True, False, True),
-        (True, False, False),
-        (False, True, True),
-    ):
-        place = "/a.rank-2" if taken or (exists and not complete) else "/a"
-        assert destination("/a", 2, exists=exists, taken=taken, complete=complete) == place
-
-
-def test_the_last_change_of_a_path_or_a_folder_above_governs() -> None:
-    changes = {"/a": Changes(at=3), "/a/b/c": Changes(at=2), "/d": Changes(at=9)}
-    assert governing("/a/b/c", changes) == "/a"
-    assert governing("/d/e", changes) == "/d"
-    assert governing("/f", changes) is None
 
 
 def test_shared_paths() -> None:
@@ -162,6 +114,7 @@ def test_what_is_own_goes_to_its_place_at_the_next_collective(ranks: Ranks) -> N
     ranks.write(first, "shared", "other")
     ranks.write(ranks.first, "shared", "first")
     still = open(first.begin(ranks.path("open")), "w")  # noqa: SIM115
+    assert first.source(ranks.path("open")) == still.name
     ranks.turn()
     assert Path(ranks.path("own")).read_text() == "1" == ranks.read(first, "own")
     assert Path(ranks.path("own.rank-2")).read_text() == "2"

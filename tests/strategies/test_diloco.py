@@ -88,33 +88,6 @@ def test_with_equal_speeds_the_server_gives_what_the_group_gives() -> None:
         assert [float(end) for end in ends] == pytest.approx([wanted] * 3, abs=1e-14), options
 
 
-def test_rounds_do_not_wait_for_a_late_worker_whose_push_enters_the_next() -> None:
-    """By hand, outer rate 1 without momentum, windows of 1 step of .1, .2 and .3; worker 2 has begun, and comes late.
-
-    Workers 0 and 1 are a quorum: c=.15, and again c=.15 + .15=.3. Worker 2's .3 is then two rounds old: it weighs 1/3
-    beside the 1 of worker 0, of the same round: c=.3 + (.3/3 + .1) / (1/3 + 1)=.45.
-    """
-    turns = ScriptedTurns([2, 0, 1, 0, 1, 0, 1, 0, 1, 0, 2, 0])
-    options = "period=1,via=server,quorum=2,grace=0,outer_rate=1.0,outer_momentum=0.0"
-
-    def program(hand: Hand) -> list[float]:
-        path = []
-        for act in (hand.gradient, hand.exchange) * (1 if hand.worker.rank == 2 else 3 - hand.worker.rank):
-            with turns.take(hand.worker.rank):
-                act()
-                center = torch.zeros_like(hand.replica.parameters.parts[0])
-                hand.worker.server.center(center)
-                path.append(float(center[0]))
-        hand.worker.group.barrier()
-        hand.finish()
-        return [*path, float(hand.center)]
-
-    first, second, late = hands(f"diloco:{options}", [slope(-1.0), slope(-2.0), slope(-3.0)], program)
-    assert close(first, [0.0, 0.0, 0.15, 0.15, 0.3, 0.45, 0.45])
-    assert close(second, [0.0, 0.15, 0.15, 0.3, 0.45])
-    assert close(late, [0.0, 0.3, 0.45])
-
-
 def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
     """Worker 0 makes three windows of .1 before worker 1 has made its one of .5; then both begin at the center.
 
@@ -134,22 +107,6 @@ def test_who_is_fast_goes_on_from_where_it_is_while_the_round_is_open() -> None:
     first, second = hands(spec, [slope(-1.0), slope(-5.0)], program)
     assert close(first, [0.0, 0.1, 0.2, 0.35])
     assert close(second, [0.0, 0.35])
-
-
-def test_an_epochs_end_closes_the_open_round_with_all_that_was_begun() -> None:
-    """Two of three push .1·2 each at the end, of windows of four; the third had no rows: their mean is in the center."""
-
-    def program(hand: Hand) -> tuple[float, float]:
-        if hand.worker.rank < 2:
-            for _ in range(2):
-                hand.tick()
-        hand.worker.group.barrier()
-        before = float(hand.center)
-        hand.finish()
-        return before, float(hand.center)
-
-    ends = hands("diloco:period=4,via=server,quorum=3,outer_rate=1.0,outer_momentum=0.0", [slope(-1.0)] * 3, program)
-    assert ends == [(0.0, pytest.approx(0.2, abs=1e-15))] * 3
 
 
 def test_with_another_number_of_workers_the_open_windows_become_one() -> None:

@@ -1,7 +1,6 @@
 """EASGD and EAMSGD on mathematics that a hand can check, and in whole runs."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.utils.data import IterableDataset
 import manyhands as mh
 import plain
 from manyhands.replica.flat_vector import FlatVector
-from manyhands.strategies import strategy_of
 from manyhands.strategies.elastic_averaging import ElasticState
 from manyhands.testing.threads import ScriptedTurns
 
@@ -115,34 +113,19 @@ def test_who_has_not_moved_or_has_no_rows_takes_no_part() -> None:
         assert close(zip(*paths, strict=True), wanted), where
 
 
-def warnings_of(spec: str, workers: int) -> list[list[str]]:
-    """Each rank's."""
-    strategy = strategy_of(spec)
-    output: list[list[str]] = [[] for _ in range(workers)]
-
-    class Listening(type(strategy)):  # type: ignore[misc]
-        name = strategy.name
-
-        def start(self, replica: Any, worker: Any) -> Any:
-            worker.emit = lambda type, **values: output[worker.rank].append(values["message"])
-            return super().start(replica, worker)
-
-    hands(Listening(**vars(strategy)), [slope(1.0)] * workers, lambda hand: None)
-    return output
-
-
 def test_a_force_that_no_rate_makes_stable_is_warned_of_with_the_number() -> None:
+    task = plain.task(train_data=plain.rows(24), epochs=1)
     for spec, workers, number in [
-        ("easgd:alpha=.51,bound=0", 3, "alpha=0.51 is above 0.5"),
-        ("eamsgd:alpha=.41,via=group", 4, "alpha=0.41 is above 0.4"),
-        ("easgd:alpha=1.01", 3, "alpha=1.01 is above 1,"),
+        ("easgd:period=1,alpha=.51,bound=0", 3, "alpha=0.51 is above 0.5"),
+        ("eamsgd:period=1,alpha=.41,via=group", 4, "alpha=0.41 is above 0.4"),
+        ("easgd:period=1,alpha=1.01", 3, "alpha=1.01 is above 1,"),
     ]:
-        first, *others = warnings_of(spec, workers)
-        assert number in first[0]
-        assert f"leave it out (then it is {0.9 / workers:.4g})" in first[0]
-        assert not any(others), spec
-    for spec in ("easgd", "easgd:alpha=.5,bound=0", "easgd:via=group", "eamsgd:alpha=1"):
-        assert warnings_of(spec, 3) == [[], [], []], spec
+        (warning,) = mh.train(task, strategy=spec, workers=workers, engine="sim").info["warnings"]
+        assert number in warning
+        assert f"leave it out (then it is {0.9 / workers:.4g})" in warning
+    for spec in ("easgd:", "easgd:alpha=.5,bound=0,", "easgd:via=group,", "eamsgd:alpha=1,"):
+        run = mh.train(task, strategy=f"{spec}period=1", workers=3, engine="sim")
+        assert run.info["warnings"] == [], spec
 
 
 def test_the_limit_in_step_is_the_closed_form() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import Hand, close, hands, path_of, slope
+from by_hand import close, hands, path_of, slope
 from torch import Tensor, nn
 
 from manyhands.errors import BadInput
@@ -122,35 +122,6 @@ def test_at_once_only_a_fragment_is_sent_and_waited_for_in_order_later() -> None
     assert plain == ([(4, 64), (8, 64)], [0, 1])
     assert streamed == ([(tick, 16) for tick in (*range(1, 9), 8, 8, 8)], list(range(8)))
     assert slow == (streamed[0], list(range(5)))  # three are under way at the end
-
-
-def nesterov(*windows: float) -> float:
-    """Where outer steps of rate .7 and momentum .9 lead along ways of these lengths."""
-    center = momentum = 0.0
-    for way in windows:
-        momentum = 0.9 * momentum + way
-        center += 0.7 * (way + 0.9 * momentum)
-    return center
-
-
-def test_fragments_have_windows_and_momentum_of_their_own() -> None:
-    """.1 a step, period 4: the first half is due after ticks 2 and 6, the second after 4 and 8; the end closes the first's."""
-
-    def program(hand: Hand) -> list[list[float]]:
-        path = []
-        for tick in range(1, 9):
-            hand.tick()
-            if tick % 2 == 0:
-                path.append(hand.center[[0, -1]].tolist())
-        hand.finish()
-        return [*path, hand.center[[0, -1]].tolist()]
-
-    first, second = [nesterov(0.2), nesterov(0.2, 0.4), nesterov(0.2, 0.4, 0.2)], [nesterov(0.4), nesterov(0.4, 0.4)]
-    a, b = [first[0], first[0], first[1], first[1], first[2]], [0.0, second[0], second[0], second[1], second[1]]
-    spec = "diloco:period=4,streaming=2,overlap=0,mixing=0.0"
-    for path in hands(spec, [slope(-1.0)] * 2, program, start=[0.0] * 32):
-        for got, expected in zip(path, zip(a, b, strict=True), strict=True):
-            assert got == pytest.approx(list(expected), abs=1e-14)
 
 
 def test_with_another_number_of_workers_what_is_under_way_has_the_same_mean() -> None:

@@ -7,7 +7,6 @@ from socket_pairs import HELLO, PROOF, TOKEN, credentials, name
 
 from manyhands.transport.frame import Frame, FrameError, pack
 from manyhands.transport.hello import (
-    MAX_HELLO_BYTES,
     HandshakeRefused,
     Peer,
     Proof,
@@ -80,34 +79,6 @@ def test_what_was_heard_opens_no_second_connection(pair):
         (error,) = talk(listen_to(other, PROOF, 0, name))
     assert isinstance(error, FrameError)
     assert NO_TOKEN in str(error)
-
-
-def test_who_is_refused_hears_why():
-    for hello, generation, token, reason in [
-        (b'{"worker":1}', 1, TOKEN, "generation 1; this is generation 2"),
-        (b"{}", 2, TOKEN, "KeyError"),
-        (b"[3]", 2, TOKEN, "JSON object"),
-        (b"[" * 60_000, 2, TOKEN, "JSON object"),
-        (b"x" * (MAX_HELLO_BYTES + 1), 2, TOKEN, "at most 65536 bytes"),
-        (HELLO, 2, bytes(16), NO_TOKEN),
-    ]:
-        near, far = socket.socketpair()
-        near.settimeout(0)
-        far.settimeout(0)
-        with near, far:
-            server, client = listen_to(near, PROOF, 2, name), speak_to(far, Proof(None, token), generation, hello)
-            for side in (server, client, server, client):
-                next(side)
-            (error,) = talk(server)
-            assert isinstance(error, FrameError), reason
-            assert reason in str(error)
-            farewell = refuse(near, str(error))
-            next(farewell)  # said; now it listens until the other side has left
-            (heard,) = talk(client)
-            assert isinstance(heard, HandshakeRefused), reason
-            assert reason in str(heard)
-            far.close()
-            assert talk(farewell) == [None], reason
 
 
 @pytest.mark.parametrize("last", [b"", b"\x16\x03\x03\x00"])

@@ -3,16 +3,8 @@
 import socket
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from manyhands.transport.socket_io import Late, PlainWire, _behind
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
-def test_what_is_left_of_buffers(buffers, sent):
-    assert b"".join(_behind(buffers, sent)) == b"".join(buffers)[sent:]
+from manyhands.transport.socket_io import Late, PlainWire
 
 
 def test_many_pieces_arrive_whole():
