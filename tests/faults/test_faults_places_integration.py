@@ -4,17 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_harness import (
-    PLACES,
-    Patient,
-    Strike,
-    Trial,
-    as_ever,
-    at_place,
-    lost,
-    survive,
-    task,
-)
+from fault_harness import PLACES, Patient, Strike, Trial, as_ever, at_place, lost, survive, task
 
 import manyhands as mh
 from manyhands.recording.run import Run

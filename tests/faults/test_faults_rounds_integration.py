@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_harness import (
-    ROWS,
-    Strike,
-    Trial,
-    equal,
-    lost,
-    recorded_once,
-    reference,
-    survive,
-    task,
-)
+from fault_harness import ROWS, Strike, Trial, equal, lost, recorded_once, reference, survive, task
 from numbered_rows import (
     ON_THEIR_WAY,
     ROUNDS,

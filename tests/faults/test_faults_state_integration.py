@@ -11,18 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from driver_script import wait_until
-from fault_harness import (
-    STEPS,
-    Patient,
-    Trial,
-    as_ever,
-    counted_once,
-    equal,
-    lost,
-    reference,
-    survive,
-    task,
-)
+from fault_harness import STEPS, Patient, Trial, as_ever, counted_once, equal, lost, reference, survive, task
 from torch import nn
 
 import manyhands as mh

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from manyhands.parallel.build import is_absent
-from manyhands.parallel.schedules import actions, in_flight
 from manyhands.training.loop import Loop
 
 
@@ -112,22 +110,6 @@ def test_replicas_with_other_numbers_of_micro_batches(gpt: nn.Module) -> None:
 
     found = in_stages(task, gpt, "stages=2", program, workers=4)
     expect_gradients(found, whole_gradients(gpt, masked, batch))
-
-
-def test_the_first_stage_holds_no_more_than_its_share() -> None:
-    """DeepSpeed#4477: the first worker's memory is that of the whole model, though stages are equal."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8))).double()
-
-    def program(loop: Loop) -> tuple[int, int]:
-        held = sum(p.untyped_storage().nbytes() for p in loop.replica.model.parameters() if not is_absent(p))
-        return held, sum(part.nbytes for part in loop.replica.gradients.parts)
-
-    found = in_stages(TASKS["mlp"], model, "stages=4", program)
-    assert {held for held, _ in found} == {8 * 2 * (12 * 12 + 12)}
-    assert len({flat for _, flat in found}) == 1
-    flight = [in_flight(actions("1f1b", 4, 16, stage)) for stage in range(4)]
-    assert flight == [4, 3, 2, 1]  # micro-batches, of 16
 
 
 class TiedTypes(nn.Module):

@@ -1,28 +1,21 @@
 """A run whose replicas are several stages goes on when one of their workers is lost: with whole replicas."""
 
-import os
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from driver_script import wait_until
 from joined_run import Run, joined_by
-from stage_models import ROWS, TASKS, classified, masked
+from stage_models import ROWS, classified
 from stage_runs import alone, expect_alike, train
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
-from manyhands.errors import PeerLost, WorkerFailed
+from manyhands.errors import WorkerFailed
 from manyhands.events import Event
-from manyhands.parallel.spec import ModelParallel
-from manyhands.training.plan import WorkerPlan
-from manyhands.training.worker_main import work
-from manyhands.worker import Worker, current
+from manyhands.worker import current
 
 slow = pytest.mark.slow
 
@@ -113,43 +106,3 @@ def test_one_replica_ends_the_run_or_starts_again_from_its_newest_checkpoint(tmp
     run = survives("mlp", 2, Local(faults="kill=1@step:5"), **given)
     expect_alike(run, alone("mlp"), losses=False)
     assert [one["step"] for one in run.restarts] in ([3], [0])  # whether that of step 3 was whole by then
-
-
-# -- without survive: the others hear of it --------------------------------------------------------------------------------
-
-
-def dies(folder: Path, model: nn.Module, batch: Any) -> Any:
-    """A loss in whose ninth micro-batch worker 1 kills itself."""
-    worker, calls = current(), folder / "calls"
-    assert worker is not None
-    if worker.rank == 1:
-        calls.write_text(calls.read_text() + "." if calls.exists() else ".")
-        if len(calls.read_text()) == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return masked(model, batch)
-
-
-def noted(folder: Path, worker: Worker) -> None:
-    """Train; note whose loss ended it."""
-    task = TASKS["gpt"].with_fields(loss=partial(dies, folder))
-    spec = ModelParallel(stages=worker.size)
-    plan = WorkerPlan(task=task, strategy=mh.strategies.strategy_of("allreduce"), model_parallel=spec)
-    try:
-        work(plan, worker)
-    except PeerLost as error:
-        (folder / f"{worker.rank}").symlink_to(str(error.rank))  # at once: the driver ends this worker meanwhile
-        raise
-
-
-@slow
-@pytest.mark.parametrize("where", ["local", pytest.param("hosts", marks=pytest.mark.nightly)])
-def test_a_stage_that_is_killed_is_named_to_all_others(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MANYHANDS_CREDENTIALS", str(tmp_path / "run.pem"))
-    launch = Local().launch if where == "local" else Run(Hosts(local_workers=1), joined_by(2)).launch
-    with pytest.raises(WorkerFailed, match="worker 1") as raised:
-        launch(partial(noted, tmp_path), LaunchSpec(workers=3, threads_per_worker=1))
-    assert raised.value.rank == 1
-    for note in (tmp_path / "0", tmp_path / "2"):
-        assert not note.is_symlink() or os.readlink(note) == "1"  # else the driver has ended that worker before

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.rank_files.file_owner import (
-    caches,
-    is_shared,
-)
+from manyhands.rank_files.file_owner import caches, is_shared
 from manyhands.rank_files.folder import CollectiveCounts, Folder
 from manyhands.rank_files.merge import settle
 from manyhands.rank_files.views import FirstView, OtherView, View

@@ -152,6 +152,11 @@ ATTACKS = {
     "a snapshot without names": restore({}),
     "a snapshot without a center": restore({"names": [], "numbers": {"version": 1}}),
     "a snapshot with names twice": restore({"names": ["center", "center"], "numbers": {"version": 1}}),
+    "a snapshot with a thousand names": restore(
+        {"names": ["center", *map(str, range(1000))], "numbers": {"version": 1}}
+    ),
+    "a snapshot with names that are none": restore({"names": [7, "center"], "numbers": {"version": 1}}),
+    "a snapshot without numbers": restore({"names": ["center"], "numbers": []}),
     "a snapshot without a version": restore({"names": ["center"], "numbers": {}}),
     "a snapshot of another rule": restore({"names": ["center"], "numbers": {"version": 1}})
     + pack(Frame(kind=Kind.VECTOR, dtype=torch.float32, elements=N, generation=1))

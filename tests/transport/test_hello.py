@@ -6,15 +6,7 @@ import pytest
 from socket_pairs import HELLO, PROOF, TOKEN, credentials, name
 
 from manyhands.transport.frame import Frame, FrameError, pack
-from manyhands.transport.hello import (
-    HandshakeRefused,
-    Peer,
-    Proof,
-    listen_to,
-    refuse,
-    speak_to,
-    wrapped,
-)
+from manyhands.transport.hello import HandshakeRefused, Peer, Proof, listen_to, refuse, speak_to, wrapped
 
 NO_TOKEN = "it does not have this run's token"
 FORGED = b"".join(pack(Frame(kind=0, a=a, blob=bytes(32))) + bytes(32) for a in (1, 3))

@@ -314,22 +314,6 @@ def test_who_was_half_way_is_judged_by_the_newest_check():
     listener.close()
 
 
-def test_driven_by_its_descriptor():
-    listener = Listener(credentials=credentials())
-    client = aside(lambda: connect(listener.address, {"worker": 2}, credentials=credentials(), peer="s", timeout_s=5))
-    good = None
-    while good is None:
-        assert select.select([listener.fileno()], [], [], 5)[0]
-        try:
-            good, hello = listener.accept(check, 0)
-        except ChannelTimeout:
-            continue
-    assert hello == {"worker": 2}
-    client.result(5).close()
-    good.close()
-    listener.close()
-
-
 def test_the_connecting_side_waits_for_a_listener():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -11,12 +11,7 @@ from threads import in_threads
 
 from manyhands.comm.checks import signature
 from manyhands.comm.reducing import naive_mean
-from manyhands.comm.ring.algorithms import (
-    SWAP_BYTES,
-    Direct,
-    Ring,
-    Swap,
-)
+from manyhands.comm.ring.algorithms import SWAP_BYTES, Direct, Ring, Swap
 from manyhands.comm.ring.link import ARRIVE, SEND, WAITING, Link, notice
 from manyhands.errors import ManyhandsError
 from manyhands.transport.frame import Frame

@@ -75,7 +75,7 @@ def test_every_rule_passes_the_suite(rule: str, path: Path) -> None:
     options = {"own": {"share": 0.25}, "pairs": {"seed": 4}}.get(rule) or RULES[rule]
     spec = ServerSpec(rule=f"{path}:Half" if rule == "own" else rule, options=options)
     list_rule(spec)
-    ours = ["in_step", "leaves_the_old_center_whole"] if rule != "pairs" else ["shards_agree", "capture"]
+    ours = ("shards_agree", "capture") if rule == "pairs" else ("in_step", "leaves_the_old_center_whole")
     for check in RULE_SUITE if rule == "own" else ours:
         RULE_SUITE[check](servers, spec)
 

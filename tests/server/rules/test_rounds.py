@@ -13,7 +13,6 @@ from manyhands.server.pushes import Applied
 from manyhands.server.rules import make_rule
 from manyhands.server.rules.rounds import LAST
 from manyhands.server.store import Store
-from refusals import refused
 
 F64 = torch.float64
 PLAIN = {"rate": 1.0, "momentum": 0.0}  # the center goes to the weighted mean of the updates
@@ -171,10 +170,3 @@ def test_a_snapshot_after_last_pushes_or_of_more_workers_than_go_on_leaves_the_r
     store.gives((1, 2.0), (2, 4.0), (3, 6.0))
     fewer.restore(*store.capture())
     assert fewer.give(0, 8.0) == 5.0
-
-
-def test_options_out_of_range() -> None:
-    wrong = {"quorum": (0, 1.5), "grace": (-1, None), "rate": (0.0,), "momentum": (-0.1, 2, "0.9")}
-    for name, values in wrong.items():
-        for value in values:
-            refused("", make_rule, ServerSpec(rule="rounds", options={name: value}))

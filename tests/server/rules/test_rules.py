@@ -82,6 +82,10 @@ def test_names_that_do_not_exist_list_those_that_do_and_options_out_of_range_are
         ("pairs", {"seed": -1}),
         ("pairs", {"seed": 0.5}),
         ("pairs", {"seed": True}),
+        *(("rounds", {"quorum": value}) for value in (0, 1.5)),
+        *(("rounds", {"grace": value}) for value in (-1, None)),
+        *(("rounds", {"momentum": value}) for value in (-0.1, 2, "0.9")),
+        ("rounds", {"rate": 0.0}),
     ]:
         refused("", make_rule, ServerSpec(rule=rule, options=options))
 
