@@ -11,10 +11,10 @@ from served import channel_to, hosting
 from manyhands.comm.checks import bits_of
 from manyhands.errors import PeerLost
 from manyhands.server.base import ServerSpec
-from manyhands.server.client import ServedServer
+from manyhands.server.client import ServedServer, ShardLost
 from manyhands.server.protocol import Kind, VectorPlace, about, dtype_of
 from manyhands.transport.channel import Channel, ChannelClosed
-from manyhands.transport.frame import Frame, FrameError, from_json, pack
+from manyhands.transport.frame import Frame, FrameError, from_json, pack, to_json
 from refusals import refused
 
 N = 6
@@ -132,6 +132,28 @@ def test_a_request_says_of_which_vectors_it_speaks():
         assert (frame.a, dtype_of(frame)) == (7, dtype)
     for wrong in ({"a": -1, "b": 0}, {"a": 7, "b": -1}, {"a": 7, "b": 99}):
         refused("expected a number of elements", dtype_of, Frame(kind=Kind.PULL, **wrong), kind=FrameError)
+
+
+def test_a_shard_that_answers_nonsense_is_named():
+    """Memory for a vector that never comes must not be taken. What else a snapshot cannot say: test_shard.py."""
+    snapshot = {"names": ["center"], "numbers": {"version": 1}}
+    for kind, said, elements in [
+        (Kind.SNAPSHOT, snapshot, 1 << 37),
+        (Kind.SNAPSHOT, snapshot, N - 1),
+        (Kind.SNAPSHOT, {**snapshot, "names": ["center", *map(str, range(1000))]}, N),
+        (Kind.LATE, {"worker": "x", "seconds": 1}, N),
+        (Kind.LATE, {"worker": 0, "seconds": None}, N),
+    ]:
+        its, mine = socket.socketpair()
+        shard = Channel(its, peer="worker 0", timeout_s=10)
+        client = ServedServer(ServerSpec(rule="add"), [channel_to(0, mine, 10)], hosts=["host-a"], memory_from=-1)
+        shard.send(Frame(kind=Kind.DONE))
+        client.initialize(torch.zeros(N))
+        answers = [Frame(kind=kind, blob=to_json(said)), Frame(kind=Kind.VECTOR, elements=elements)]
+        its.sendall(b"".join(pack(frame) + frame.blob for frame in answers))
+        refused("server shard 0.*expected", client.capture, kind=ShardLost, case=(said, elements))
+        client.close()
+        shard.close()
 
 
 def test_a_shard_that_says_nothing_for_too_long_is_lost():
