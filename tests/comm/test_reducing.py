@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manyhands.comm.adasum import adasum_
-from manyhands.comm.reducing import naive_mean, reduce_everywhere, shares_of
+from manyhands.comm.reducing import naive_mean, reduce_everywhere, shares_of, sum_of
 from manyhands.testing.threads import together
 
 
@@ -17,6 +17,14 @@ def test_all_pieces_become_the_weighted_mean():
         reduce_everywhere(pieces, shares_of(weights, sum(weights)))
         assert all(torch.equal(piece, pieces[0]) for piece in pieces), weights
         assert (pieces[0] - wanted).abs().max() < 1e-12, weights
+
+
+def test_16_bit_numbers_are_added_in_float32():
+    """256 + 1 is 256 in bfloat16: a thousand ones after it would get lost one by one."""
+    pieces = [torch.tensor([256.0]).bfloat16()] + [torch.tensor([1.0]).bfloat16() for _ in range(64)]
+    assert sum_of(pieces).item() == 320
+    reduce_everywhere(pieces, None)
+    assert {piece.item() for piece in pieces} == {320}
 
 
 # -- adasum ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from threads import in_threads
 
 from manyhands.comm.checks import signature
 from manyhands.comm.reducing import naive_mean
-from manyhands.comm.ring.algorithms import SWAP_BYTES, Direct, Ring, Swap
+from manyhands.comm.ring.algorithms import DIRECT_BYTES, SWAP_BYTES, Direct, Ring, Swap, add_up, exchange_of
 from manyhands.comm.ring.link import ARRIVE, SEND, WAITING, Link, notice
 from manyhands.errors import ManyhandsError
 from manyhands.transport.frame import Frame
@@ -26,6 +26,20 @@ def rings(size):
     finally:
         for group in groups:
             group.close()
+
+
+def test_which_way_a_tensor_takes():
+    for size, nbytes, dtype, way in [
+        (2, SWAP_BYTES, torch.float32, Swap),
+        (2, SWAP_BYTES + 4, torch.float32, Ring),
+        (2, SWAP_BYTES + 4, torch.bfloat16, Ring),
+        (3, DIRECT_BYTES, torch.float32, Direct),
+        (3, DIRECT_BYTES + 4, torch.float64, Ring),
+        (3, DIRECT_BYTES + 4, torch.float16, Direct),
+    ]:
+        with rings(size) as groups:
+            transfer = groups[0]._transfer(torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype))
+            assert type(exchange_of(transfer)) is way, (size, nbytes, dtype)
 
 
 def _everywhere(inputs, call):
@@ -52,6 +66,16 @@ def test_every_way_gives_the_mean(way, monkeypatch):
         results = _everywhere(inputs, lambda group, mine: group.mean_(mine, weights[group.rank]))
         torch.testing.assert_close(results[0], naive_mean(inputs, weights), rtol=1e-12, atol=1e-12)
         assert all(torch.equal(result, results[0]) for result in results), n
+
+
+def test_sixteen_bit_numbers_are_rounded_once():
+    pieces = [
+        torch.tensor([256.0], dtype=torch.bfloat16),
+        *(torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(3)),
+    ]
+    into = torch.zeros(1, dtype=torch.bfloat16)
+    add_up(pieces, None, into)
+    assert into.item() == 260  # 256 + 1 is 256 in bfloat16, 259 is 260
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0], [0.0, 2.0]])
