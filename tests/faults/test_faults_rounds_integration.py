@@ -34,10 +34,7 @@ EXTRA = [Strike(1, "compute", call=6), Strike(0, "extra", call=2)]
 
 @pytest.mark.parametrize(
     ("strategy", "befalls", "replaced"),
-    [
-        (LOCAL_SGD, ["kill=0@step:7:exchange"], False),
-        pytest.param(LOCAL_SGD, EXTRA, True, marks=slow),
-    ],
+    [(LOCAL_SGD, ["kill=0@step:7:exchange"], False), pytest.param(LOCAL_SGD, EXTRA, True, marks=slow)],
 )
 def test_a_lost_workers_rows_are_in_the_same_round(
     strategy: str, befalls: list[str | Strike], replaced: bool, trial: Trial

@@ -69,10 +69,7 @@ def test_every_way_gives_the_mean(way, monkeypatch):
 
 
 def test_sixteen_bit_numbers_are_rounded_once():
-    pieces = [
-        torch.tensor([256.0], dtype=torch.bfloat16),
-        *(torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(3)),
-    ]
+    pieces = [torch.tensor([number], dtype=torch.bfloat16) for number in (256.0, 1.0, 1.0, 1.0)]
     into = torch.zeros(1, dtype=torch.bfloat16)
     add_up(pieces, None, into)
     assert into.item() == 260  # 256 + 1 is 256 in bfloat16, 259 is 260
