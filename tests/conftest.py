@@ -6,21 +6,20 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch is imported: tests share the cores, and OpenMP's threads spin
 
-import contextlib
 import faulthandler
 import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import pytest
-from driver_script import Script
+import warm_servers
+from driver_script import Script, signal_all
 
-from manyhands.engines.local.engine import Local, _Slot
-from manyhands.engines.local.fork_client import Spawner
+from manyhands.engines.local import fork_client
+from manyhands.engines.local.engine import Local
 
 # Tests start hundreds of interpreters: where bytecode is not kept, each of them compiles the package once more.
 sys.dont_write_bytecode = False
@@ -105,50 +104,32 @@ def host_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["MANYHANDS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(scope="session")
-def local() -> Iterator[Local]:
-    """Engine `local`, warm for the whole session: its fork server starts with the first launch."""
-    engine = Local()
-    engine._slot.keep = True
-    yield engine
-    if (spawner := engine._slot.spawner) is not None:
-        Spawner.close(spawner)
-
-
 @pytest.fixture(scope="session", autouse=True)
-def warm(local: Local) -> Iterator[list[str]]:
-    """Whatever is launched on engine `local` uses the tests' warm fork server, which has loaded torch already.
+def warm() -> Iterator[None]:
+    """Whatever is launched here uses the tests' warm fork servers, which have loaded torch already.
 
-    To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`: while
-    it runs, this list is not empty.
+    To start a fork server takes ten times the seconds of a small run. A test of the start itself uses fixture `cold`.
     """
-    take, prestart, cold = _Slot.take, Local.prestart, list[str]()
-
-    def lend(self: _Slot) -> Spawner:
-        if cold or self.keep or self.spawner is not None:
-            return take(self)
-        spawner = take(local._slot)
-        spawner.close = partial(give_back, spawner)  # type: ignore[method-assign]
-        return spawner
-
-    def give_back(spawner: Spawner) -> int:
-        if not spawner.alive or local._slot.spawner is not None:
-            return Spawner.close(spawner)
-        local._slot.spawner = spawner
-        return 0
-
+    prestart = Local.prestart
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Local, "prestart", lambda self: prestart(self) if cold or self._slot.keep else self)
-        patch.setattr(_Slot, "take", lend)
-        yield cold
+        patch.setattr(Local, "prestart", lambda self: prestart(self) if warm_servers.COLD or self._slot.keep else self)
+        patch.setattr(fork_client, "Spawner", warm_servers.lend)
+        yield
+    warm_servers.close_all()
+
+
+@pytest.fixture(scope="session")
+def local() -> Local:
+    """Engine `local`, whose fork server starts with the first launch of the session."""
+    return Local()
 
 
 @pytest.fixture
-def cold(warm: list[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engine `local` starts a fork server for each launch, as it does for users."""
-    warm.append(request.node.nodeid)
+def cold(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each launch starts a fork server, as it does for users."""
+    warm_servers.COLD.append(request.node.nodeid)
     yield
-    warm.clear()
+    warm_servers.COLD.clear()
 
 
 @pytest.fixture
@@ -176,8 +157,5 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     yield start
     for one in started:
         one.process.kill()
-        left = one.processes()
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        signal_all(one.processes(), signal.SIGKILL)
         one.process.communicate(timeout=10)  # an end of its pipes is with each of them

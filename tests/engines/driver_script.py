@@ -6,7 +6,8 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 MARK = "MANYHANDS_TEST_MARK"
@@ -20,6 +21,23 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
         time.sleep(0.01)
 
 
+def living(ours: Callable[[Path, int], bool]) -> list[int]:
+    """The processes that are no zombies, of which this holds, given their folder in /proc and their session."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z" and ours(entry, int(session)):
+                found.append(int(entry.name))
+    return found
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 class MarkedProcess:
     """A process, and every one that descends from it, found by a mark in their environment."""
 
@@ -28,14 +46,8 @@ class MarkedProcess:
 
     def processes(self) -> list[int]:
         """Everything of it that lives, the first one included."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
-
-    def _ours(self, entry: Path) -> bool:
-        try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            return state != "Z" and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False
+        mark = f"{MARK}={self.mark}".encode()
+        return living(lambda entry, _: mark in (entry / "environ").read_bytes().split(b"\0"))
 
 
 class Script(MarkedProcess):

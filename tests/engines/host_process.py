@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from driver_script import living, signal_all
+
 from manyhands.engines.hosts.join import Join, join
 from manyhands.engines.local import fork_client, fork_server
 from manyhands.errors import ManyhandsError
@@ -62,19 +64,11 @@ class HostProcess:
 
     def processes(self) -> list[int]:
         """Everything of it that lives, itself included."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._ours(entry)]
-
-    def _ours(self, entry: Path) -> bool:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            return state != "Z" and int(session) == self.pid
-        return False
+        return living(lambda _, session: session == self.pid)
 
     def signal(self, number: int) -> None:
         """To everything of it."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(self.processes(), number)
 
     def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """(exit code, the rest of what it said)"""

@@ -13,7 +13,7 @@ from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.driver.driver import Driver, Rendezvous
 from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.faults import Faults
-from manyhands.errors import BadInput, ManyhandsError, WorkerFailed
+from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.events import Event
 from manyhands.recording.recorder import Recorder
 from manyhands.server.base import ServerSpec
@@ -94,16 +94,6 @@ def test_all_hosts_start_and_end_and_values_are_in_rank_order(monkeypatch: pytes
 # -- leases, stops, events ---------------------------------------------------------------------------------------------
 
 
-def test_every_slice_is_leased_once_across_hosts() -> None:
-    run = Run()
-    leased = [run.lease(process_index) for process_index in (0, 2, 1, 2, 2, 1)]
-    slices = [(value["index"], value["part"]) for ((_, value),) in leased]
-    assert sorted(slices) == [(index, part) for index in (0, 1) for part in (0, 1, 2)]
-    ((process_index, end),) = run.lease(0)
-    assert (process_index, end["reason"]) == (0, "")
-    assert all(front == back for front, back in end["left"])
-
-
 def test_who_waits_while_worker_0_trains_alone_is_answered_when_it_is_done() -> None:
     run = Run()
     assert run.lease(2, rank0_warmup_ticks=1) == [(2, None)]
@@ -157,15 +147,6 @@ def test_a_dead_shard_is_the_cause_and_is_named_with_its_host() -> None:
     assert not run.driver._finished()
     run.say(-2, "exited", status=-9, phase="wait", step=0, detail="")
     run.ends_with(r"^server shard 1 on beta was killed by signal 9 \(SIGKILL; .*in phase wait")
-
-
-def test_an_error_is_told_with_its_traceback_and_ours_say_who_raised_them() -> None:
-    run = Run()
-    run.fail(-1, "KeyError", "3 != 4")
-    run.ends_with(r"server shard 0 on beta failed in phase wait .*KeyError: 3 != 4\n\nTraceback")
-    run = Run()
-    run.fail(2, "BadInput", "no such rule", family="BadInput", exit_code=2)
-    assert run.ends_with("no such rule", BadInput).__notes__ == ["raised by worker 2 on beta:\nTraceback"]
 
 
 def test_an_error_of_no_family_of_ours_calls_nothing() -> None:

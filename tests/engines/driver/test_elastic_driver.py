@@ -223,18 +223,6 @@ def test_a_host_that_joins_is_a_spare_until_a_place_is_free(run: Run, gate: Gate
     assert gate.asked[-1] == ["alpha", "gamma"]  # a host of the same name may come
 
 
-def test_a_host_that_comes_back_gets_its_workers_under_its_old_name(run: Run, gate: Gate) -> None:
-    """Once its cooldown is over; what is lost gets none."""
-    run.lose_beta()
-    again = Scripted("beta", [])
-    gate.waiting.append((again, 1))
-    run.turn(1.0)
-    assert again.did == [("start", 7)]
-    run.turn(9.5)
-    assert ("start_worker", 2) in again.did
-    assert not [did for did in run.beta.did if did[0] == "start_worker"]
-
-
 @pytest.mark.usefixtures("gate")
 def test_a_host_that_is_asked_to_end_leaves_once_its_workers_have_returned(run: Run) -> None:
     run.beta.preempted = True
@@ -289,19 +277,6 @@ class Served:
     @property
     def changes(self) -> list[str]:
         return [event.values["message"] for event in self.driver._news if event.type == "change"]
-
-
-def test_a_worker_that_returns_before_the_first_is_no_loss() -> None:
-    run = Served()
-    run.host.says(1, "value")
-    run.host.exits(1)
-    run.turn()
-    assert run.driver.membership.losses == []
-    run.host.says(0, "value", value="result")
-    run.host.exits(0)
-    run.turn()
-    assert run.driver._results() == ["result", None]
-    assert [(index, body["type"]) for index, body in run.host.sent[-2:]] == [(-1, "finish"), (-2, "finish")]
 
 
 def test_a_lost_copy_is_started_again_and_reported_and_a_silent_one_once_it_is_gone() -> None:

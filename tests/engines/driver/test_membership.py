@@ -75,33 +75,7 @@ def running(workers: dict[int, str] | None = None, replica: int = 1, **rules: An
     return m
 
 
-def without_3(**rules: Any) -> Members:
-    """Worker 3 was lost; the others are in generation 1."""
-    m = running(**rules).dies(3).asks(0, 1, 2)
-    assert Form(1, (0, 1, 2)) in m.does()
-    return m
-
-
 # -- the first generation --------------------------------------------------------------------------------------------
-
-
-def test_the_first_generation_is_formed_when_all_have_requested() -> None:
-    m = starting()
-    assert (m.phase, m.generation, m.members) == ("forming", -1, (0, 1, 2, 3))
-    assert m.comes(3, 1, 0).does() == []
-    assert m.comes(2).does() == [Form(0, (0, 1, 2, 3))]
-    assert (m.phase, m.generation, m.members) == ("running", 0, (0, 1, 2, 3))
-
-
-def test_a_worker_lost_before_is_a_loss_and_nobody_waits_for_its_replacement() -> None:
-    m = starting(max_losses=1).comes(0, 1, 2).dies(3)
-    assert m.does() == [Form(0, (0, 1, 2)), StartWorker(3, "beta")]
-    assert [loss["worker_id"] for loss in m.losses] == [3]
-    # all may be lost: then the first generation is formed of those in their places
-    m = starting(TWO, min_workers=2).dies(0, 1)
-    assert m.does() == [StartWorker(0, "alpha"), StartWorker(1, "alpha")]
-    assert m.phase == "waiting"
-    assert m.comes(0, 1).does() == [Form(0, (0, 1))]
 
 
 def test_a_restarted_run_goes_on_with_the_next_generation() -> None:
@@ -124,18 +98,6 @@ def test_a_first_generation_waits_for_processes_that_load() -> None:
 # -- rule 1: all live members, one of them with state ------------------------------------------------------------------
 
 
-def test_nobody_starts_anew_when_all_with_state_are_lost() -> None:
-    for restarts in (0, 1):
-        m = running(TWO, max_restarts=restarts).dies(0)
-        m.does()
-        assert m.comes(0).does() == []  # worker 1 lives
-        assert m.dies(1).does() == [RestartRun(NOBODY) if restarts else FailRun(NOBODY, 0, "death")]
-        assert m.phase == ("restarting" if restarts else "failed")
-        assert m.next_deadline() is None
-    # nor does a member that is still blank count as one with state
-    assert isinstance(running(TWO).dies(0).asks(1, blank=True).does()[-1], FailRun)
-
-
 def test_a_death_inside_the_first_collective_does_not_end_the_run() -> None:
     """All are blank still, so nobody has made a step: there is nothing to lose. Without a member of the first generation nobody
     knows."""
@@ -150,17 +112,6 @@ def test_a_death_inside_the_first_collective_does_not_end_the_run() -> None:
 
 
 # -- rule 2: who has not requested is not lost -------------------------------------------------------------------------
-
-
-def test_a_member_that_has_not_requested_is_lost_after_timeout_s() -> None:
-    m = running({0: "alpha", 1: "alpha", 2: "beta"}, replace=False).dies(2).asks(0, now=5.0)
-    assert m.does(5.0) == []
-    assert m.next_deadline() == 31.0
-    assert m.does(30.9) == []
-    assert m.does(31.0) == [StopWorker(1)]
-    assert m.losses[1] == {"worker_id": 1, "host": "alpha", "cause": "hang", "step": 1, "seconds": 31.0}
-    m.gone(1, 31.5)
-    assert m.does(31.5) == [Form(1, (0,))]
 
 
 def test_one_timeout_bounds_a_recovery_whatever_befalls_within() -> None:
@@ -210,7 +161,8 @@ def test_members_go_on_without_the_replacement_until_it_requests() -> None:
 
 
 def test_rule_8_a_worker_lost_three_times_before_its_first_step_is_not_started_again() -> None:
-    m = without_3()  # after its first step
+    m = running().dies(3).asks(0, 1, 2)  # after its first step
+    assert Form(1, (0, 1, 2)) in m.does()
     for _ in range(2):
         assert m.dies(3).does() == [StartWorker(3, "beta")]
         assert m.phase == "running"
@@ -224,22 +176,6 @@ def test_rule_8_a_worker_lost_three_times_before_its_first_step_is_not_started_a
     m.stepped(3, 1.0)
     for _ in range(3):
         assert m.dies(3, now=2.0).does(2.0) == [StartWorker(3, "beta")]
-
-
-def test_one_that_is_refused_is_no_loss_and_is_not_started_again() -> None:
-    m = without_3(max_losses=1)
-    m.started(3, 1.0)
-    assert m.comes(3).does() == [Interrupt(1, (0, 1, 2))]
-    assert m.asks(0, 1, 2, of=1).does() == [Form(2, (0, 1, 2, 3))]
-    m.refused(3, 2.0, "another program")
-    assert m.does(2.0) == [StopWorker(3)]
-    assert m.asks(0, 1, 2, of=2, now=2.0).does(2.0) == [Form(3, (0, 1, 2))]
-    m.gone(3, 2.0)
-    m.refused(3, 2.0, "twice")
-    assert m.does(60.0) == []
-    m.host_joined("gamma", 1, 60.0)
-    assert m.does(60.0) == [StartWorker(4, "gamma")]
-    assert len(m.losses) == 1
 
 
 # -- the budget --------------------------------------------------------------------------------------------------------
@@ -314,12 +250,7 @@ def test_with_fewer_than_min_workers_it_waits_until_a_host_comes_or_the_run_ends
 # -- hosts -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_host_loses_all_workers_there_and_they_are_started_where_there_is_room() -> None:
-    m = running()
-    m.host_lost("beta", 1.0)
-    assert m.asks(0, 1).does() == [StopWorker(2), StopWorker(3)]
-    assert [(loss["worker_id"], loss["cause"]) for loss in m.losses] == [(2, "host"), (3, "host")]
-    assert m.does(11.0) == [Form(1, (0, 1))]  # fenced; there is no room for them elsewhere
+def test_workers_of_a_lost_host_are_started_where_there_is_room() -> None:
     m = running()
     m.host_joined("gamma", 3, 0.5)
     assert m.does(0.5) == []  # all places are taken: it waits as a spare
@@ -458,14 +389,6 @@ def test_the_same_pair_again_within_a_minute_parts_it() -> None:
     assert m.losses == []
 
 
-def test_accusations_of_the_dead_and_of_strangers_are_dropped() -> None:
-    m = running().dies(3)
-    m.does()
-    for by, of in ((1, 3), (3, 1), (1, 1)):
-        m.accused(by, of, 1.0)
-    assert m.does() == []
-
-
 # -- rule 9: a group that breaks without a loss -----------------------------------------------------------------------
 
 
@@ -511,19 +434,6 @@ def test_rule_9_counts_anew_after_a_step_and_with_other_members() -> None:
 
 
 # -- rule 5: the end ---------------------------------------------------------------------------------------------------
-
-
-def test_blank_workers_are_stopped_at_the_end_and_losses_are_no_news() -> None:
-    m = running(max_losses=2).dies(2, 3)
-    m.does()
-    m.comes(3).finished(0, 2.0)
-    assert m.does(2.0) == [Release((3,)), StopWorker(2)]
-    m.dies(0, now=3.0).lost(1, "hang", 3.0)
-    m.host_lost("beta", 3.0)
-    m.host_joined("gamma", 3, 3.0)
-    m.leaves(1)
-    assert set(m.does(3.0)) <= {StopWorker(1), StopWorker(2), StopWorker(3)}
-    assert len(m.losses) == 2
 
 
 def test_once_the_result_is_there_whoever_waits_is_released() -> None:

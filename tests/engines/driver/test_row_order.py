@@ -67,13 +67,6 @@ def test_an_end_within_a_number_says_nothing_of_what_comes_before_it() -> None:
     assert numbers(order, number=0) == [0, 1]
 
 
-def test_what_has_no_number_goes_on_at_once() -> None:
-    order, one = RowOrder(), RowPiece(rows=1)
-    order.add(RowPiece(number=5, rows=1))
-    assert order.is_next(one)
-    assert order.add(one) == [one]
-
-
 def test_a_place_that_was_taken_is_refused() -> None:
     order = RowOrder()
     for number in (0, 2):

@@ -36,26 +36,6 @@ def told(monitor: RunMonitor, now: float) -> Failure:
 # -- the end, and failures ---------------------------------------------------------------------------------------------
 
 
-def test_finished_once_all_returned() -> None:
-    """What befalls one that has returned is no failure."""
-    monitor = started()
-    monitor.returned(0, 1.0)
-    monitor.raised(failure(0), 1.0)
-    assert monitor.verdict(1.0) is None
-    monitor.returned(1, 1.0)
-    monitor.exited(1, 0, "here", 1.0)
-    assert monitor.verdict(1.0) == FINISHED
-
-
-def test_death_names_rank_host_phase_and_step() -> None:
-    """CASE 21."""
-    monitor = started()
-    monitor.beat(1, "compute", 12, 0.0, now=5.0)
-    monitor.exited(1, -11, "alpha", 5.1)
-    wanted = "worker 1 on alpha was killed by signal 11 (SIGSEGV) in phase compute at step 12"
-    assert told(monitor, 5.1).message == wanted
-
-
 def test_how_it_ended() -> None:
     for status, words in (
         (0, "exit code 0 before it returned"),
@@ -216,6 +196,7 @@ def test_the_run_is_finished_when_all_workers_are_and_shards_had_their_time() ->
     monitor = started(servers=1)
     for rank in (0, 1):
         monitor.returned(rank, 3.0)
+    monitor.raised(failure(0), 3.5)  # no failure of one that has returned
     assert monitor.verdict(3.9) is None
     assert monitor.verdict(4.0) == FINISHED
     monitor.returned(-1, 3.1)

@@ -28,15 +28,6 @@ def test_the_slowest_once_all_have_reported_enough_steps() -> None:
     assert found.judge([0, 1, 4]) is None
 
 
-def test_of_two_the_slower_one() -> None:
-    """The median of both would hide it."""
-    found = Stragglers()
-    report(found, {0: 2.0, 1: 0.2})
-    straggler = found.judge([0, 1])
-    assert straggler is not None
-    assert (straggler.worker_id, straggler.factor) == (0, pytest.approx(10))
-
-
 def test_a_few_long_steps_are_none() -> None:
     """A stop of some seconds, say."""
     found = Stragglers()

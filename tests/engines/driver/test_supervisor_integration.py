@@ -3,22 +3,19 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driver_script import MARK, MarkedProcess, wait_until
+from driver_script import Script, wait_until
 
 import manyhands as mh
 import plain
 from manyhands.engines.driver import supervisor
 
 slow = pytest.mark.slow
-SOURCE = Path(__file__).resolve().parents[3] / "src"
 CHILD = """
     import json, os, signal, sys, time
     from manyhands.engines.driver import supervisor
@@ -116,58 +113,45 @@ def test_hosts_get_credentials_that_outlive_a_driver(
 # -- the command itself ------------------------------------------------------------------------------------------------
 
 
-class Command(MarkedProcess):
-    """`manyhands train` with a supervisor, of one worker, which is in the driver's process."""
+COMMAND = "from manyhands.__main__ import main\nmain()"
 
-    def __init__(self, folder: Path, restarts: int, epochs: int) -> None:
-        self.mark, self.run_dir = f"{folder.name}-{os.getpid()}", folder / "run"
-        options = f"-n 1 --threads-per-worker 1 --epochs {epochs} --checkpoint-every 10 --max-restarts {restarts}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands", "train", "digits", "--run-dir", "run", *options.split()],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(SOURCE), MARK: self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
 
-    def driver(self) -> int:
-        """Its process, once there is a checkpoint."""
-        wait_until(lambda: any((self.run_dir / "checkpoints").glob("step-*[0-9]")), 90)
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=100)
-        wait_until(lambda: not self.processes(), 10)
-        return self.process.returncode, out, err
+def begun(script: Callable[..., Script], folder: Path, restarts: int, epochs: int) -> tuple[Script, int]:
+    """`manyhands train` with a supervisor, of one worker, which is in the driver's process; and that process, once there is
+    a checkpoint."""
+    options = f"-n 1 --threads-per-worker 1 --epochs {epochs} --checkpoint-every 10 --max-restarts {restarts}"
+    command = script(COMMAND, "train", "digits", "--run-dir", "run", *options.split())
+    wait_until(lambda: any((folder / "run/checkpoints").glob("step-*[0-9]")), 90)
+    pid = command.process.pid
+    return command, int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 @slow
-def test_a_run_whose_driver_is_killed_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    command = Command(tmp_path, restarts=1, epochs=3)
-    driver = command.driver()
+def test_a_run_whose_driver_is_killed_goes_on_from_its_newest_checkpoint(
+    script: Callable[..., Script], tmp_path: Path
+) -> None:
+    command, driver = begun(script, tmp_path, restarts=1, epochs=3)
     assert "torch" not in Path(f"/proc/{command.process.pid}/maps").read_text()
     os.kill(driver, signal.SIGKILL)
-    code, out, err = command.end()
+    code, out, err = command.end(100)
     assert code == 0, err
     assert "restart 1 of 1" in err
-    result = json.loads((command.run_dir / "result.json").read_text())
+    result = json.loads((tmp_path / "run/result.json").read_text())
     assert [one["cause"] for one in result["restarts"]] == ["driver"]
-    history = list(mh.read_history(command.run_dir))
+    history = list(mh.read_history(tmp_path / "run"))
     assert [row["tick"] for row in history] == list(range(3 * 41))
     assert result["rows"]["total"] == 3 * 1297
     assert "restarts" in out
+    wait_until(lambda: not command.processes(), 10)
 
 
 @slow
-def test_the_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
+def test_the_driver_ends_with_its_supervisor(script: Callable[..., Script], tmp_path: Path) -> None:
     """Nothing is started again, and no process is left."""
-    command = Command(tmp_path, restarts=3, epochs=1000)
-    command.driver()
+    command, _ = begun(script, tmp_path, restarts=3, epochs=1000)
     command.process.kill()
-    command.end()
+    command.end(100)
+    wait_until(lambda: not command.processes(), 10)
 
 
 # -- train() in a driver that was started again --------------------------------------------------------------------------

@@ -4,16 +4,17 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
-from driver_script import wait_until
+import warm_servers
+from driver_script import living, wait_until
 from host_process import HostProcess, agent
-from warm_servers import warm_servers
 
 import manyhands as mh
 from manyhands.engines.base import LaunchSpec
+from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.join import Join, join
 
@@ -54,7 +55,8 @@ class Run:
 
     def during(self, call: Callable[[], T]) -> T:
         """What `call`, which launches on `engine`, returns. All joiners are done when this returns or raises."""
-        with warm_servers():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(join_module, "Spawner", warm_servers.lend)
             try:
                 return call()
             finally:
@@ -128,7 +130,4 @@ def one_leaves(worker: Any) -> float:
 
 
 def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return bool(living(lambda entry, _: entry.name == str(pid)))

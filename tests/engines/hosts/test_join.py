@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
+from scripted_hosts import Scripted
+from typing_extensions import override
 
 from manyhands.engines.hosts import join as join_module
 from manyhands.engines.hosts.join import Agent, Join, join
@@ -27,53 +29,32 @@ SECRET = Secret(token=b"t" * 32)
 STARTED = {"type": "started"}
 
 
-class Crew:
-    """Instead of LocalProcesses: says what the test lays into `says`, and writes down what it is told."""
+class Crew(Scripted):
+    """Instead of LocalProcesses: who listens hears that there is something to receive."""
 
     def __init__(self, spawner: Any, process_indices: list[int], timeout_s: float, host: str, network: Body) -> None:
-        self.process_indices, self.host, self.network = process_indices, host, network
-        self.notes: list[Any] = []
-        self.says: list[tuple[int, Body]] = []
-        self.error: Exception | None = None
+        super().__init__(host, process_indices)
+        self.network, self.pages = network, {2: ("validation", 7)}
         self.read, self.write = os.pipe()
 
+    @override
     def start(self, shared: Body, program: int) -> None:
-        self.shared, self.program = shared, deserialize(program, mapped=True)
+        super().start(shared, program)
+        self.program = deserialize(program, mapped=True)
 
+    @override
     def filenos(self) -> list[int]:
         return [self.read]
 
-    def say(self, process_index: int, body: Body) -> None:
-        self.says.append((process_index, body))
+    @override
+    def says(self, process_index: int, type: str, **body: Any) -> None:
+        super().says(process_index, type, **body)
         os.write(self.write, b".")
 
-    def receive(self) -> list[tuple[int, Body]]:
-        if self.error is not None:
-            raise self.error
-        output, self.says = self.says, []
-        return output
-
-    def send(self, process_index: int, body: Body) -> None:
-        self.notes.append((process_index, body))
-
-    def signal(self, *order: Any) -> None:
-        self.notes.append(order)
-
+    @override
     def start_worker(self, worker_id: int, faults: str) -> None:
         self.process_indices.append(worker_id)
-        self.notes.append((worker_id, faults))
-
-    def form(self, *order: Any) -> None:
-        self.notes.append(order)
-
-    def stacks(self) -> dict[int, str]:
-        return {2: "stack"}
-
-    def where(self) -> dict[int, tuple[str, int]]:
-        return {2: ("validation", 7)}
-
-    def end(self, grace_s: float) -> None:
-        self.notes.append(("end", grace_s))
+        self.did.append((worker_id, faults))
 
 
 class Line:
@@ -123,7 +104,7 @@ class Joined(Line):
 
     def launch(self, **shared: Any) -> Crew:
         self.start(**shared)
-        assert self.driver.stacks() == {2: "stack", 3: ""}
+        assert self.driver.stacks() == {2: "stack of 2", 3: "stack of 3"}
         assert self.driver.where() == {2: ("validation", 7)}
         crew = self.agent._processes
         assert isinstance(crew, Crew)
@@ -202,7 +183,7 @@ def test_the_program_arrives_and_a_host_has_a_place_of_its_own(joined: Joined, m
     assert Secret.from_json(crew.network["secret"]) == SECRET
     joined.driver.leave("")
     assert joined.ended() == ""
-    assert crew.notes == [("end", 0.0)]
+    assert crew.did == ["start", "stacks", ("end", 0.0)]
     assert joined.output[-1] == "the run is done"
 
 
@@ -224,7 +205,7 @@ def test_orders_and_what_processes_say_go_both_ways(joined: Joined) -> None:
         (2, {"type": "exited", "status": 0, "phase": None, "step": None, "detail": ""}),
     ]
     for process_index, body in said:
-        crew.say(process_index, body)
+        crew.says(process_index, **body)
     came = joined.received(5)
     assert came[0] == (2, beat)
     assert torch.equal(came[1][1]["value"]["a"], torch.ones(2))
@@ -233,8 +214,9 @@ def test_orders_and_what_processes_say_go_both_ways(joined: Joined) -> None:
     assert came[4][1]["type"] == "exited"
     driver.end(0.5)
     driver.end(0.5)  # idempotent
-    told = [(3, {"type": "answer", "value": 1}), (15,), (19, [3]), (5, "kill=5@step:5")]
-    assert crew.notes == [*told, (1, [[0], [2, 5]], ["alpha", "beta"]), ("end", 0.5)]
+    assert crew.sent == [(3, {"type": "answer", "value": 1})]
+    formed = ("form", 1, [[0], [2, 5]], ["alpha", "beta"])
+    assert crew.did == ["start", "stacks", 15, (19, 3), (5, "kill=5@step:5"), formed, ("end", 0.5)]
     driver.leave("")
     assert joined.ended() == ""
 
@@ -242,19 +224,19 @@ def test_orders_and_what_processes_say_go_both_ways(joined: Joined) -> None:
 def test_errors_of_workers_and_of_what_starts_them(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that does not travel, or of too many bytes, is the worker's; a module that is not here is explained."""
     crew = joined.launch()
-    crew.say(3, {"type": "value", "value": {1}})
+    crew.says(3, "value", value={1})
     ((_, body),) = joined.received(1)
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 3)
     assert "returned is a set, and workers on another host cannot return that" in body["message"]
     monkeypatch.setattr("manyhands.engines.hosts.message_channel.MAX_TENSOR_BYTES", 1000)
-    crew.say(2, {"type": "value", "value": torch.ones(1000)})
+    crew.says(2, "value", value=torch.ones(1000))
     ((_, body),) = joined.received(1)
     assert (body["type"], body["family"], body["rank"]) == ("error", "BadInput", 2)
     missing = {**body, "error": "ModuleNotFoundError", "phase": "start", "message": "No module named 'mine'"}
-    crew.say(2, missing)
+    crew.says(2, **missing)
     ((_, body),) = joined.received(1)
     assert body["message"].startswith("No module named 'mine' (this host needs it too")
-    crew.error = ManyhandsError("the fork server was killed")
+    crew.error = WorkerFailed("the fork server was killed", rank=-1, host="beta", phase="start", step=0)
     with pytest.raises(WorkerFailed, match="the fork server was killed") as failed:
         joined.received(1)
     assert failed.value.host == "beta"
@@ -267,7 +249,7 @@ def test_a_driver_that_is_gone_ends_this_hosts_workers(joining: Joining) -> None
     crew = joined.launch()
     joined.post.close()
     assert "is gone" in joined.ended()
-    assert crew.notes == [("end", 0.0)]
+    assert crew.did == ["start", "stacks", ("end", 0.0)]
     early = joining()
     early.post.close()
     assert "left before the run began" in early.ended()

@@ -36,27 +36,20 @@ class Seen(mh.Callback):
             self.faults.append((event.values["fault"], event.rank, event.step))
 
 
-def faulty(local: Local, faults: str) -> Local:
-    """An engine with faults that uses the tests' warm fork server."""
-    engine = Local(faults=faults)
-    object.__setattr__(engine, "_slot", local._slot)
-    return engine
-
-
-def train(local: Local, faults: str, seen: Seen, **options: Any) -> Run:
-    given = {"workers": 3, "callbacks": [seen], **options}
-    return mh.train(plain.task(epochs=3), engine=faulty(local, faults), **given)
+def train(faults: str, seen: Seen, **options: Any) -> Run:
+    given: dict[str, Any] = {"engine": Local(faults=faults), "workers": 3, "callbacks": [seen], **options}
+    return mh.train(plain.task(epochs=3), **given)
 
 
 @pytest.mark.parametrize(
     ("fault", "strategy"),
     [("kill=1@step:5", "allreduce"), ("kill=0@step:2:exchange", "downpour"), ("kill=1@step:0:join", "allreduce")],
 )
-def test_a_worker_is_killed_where_it_should(fault: str, strategy: str, local: Local, tmp_path: Path) -> None:
+def test_a_worker_is_killed_where_it_should(fault: str, strategy: str, tmp_path: Path) -> None:
     """At other places test_faults_places_integration.py kills."""
     seen, who, step = Seen(), int(fault[5]), int(fault[12])
     with pytest.raises(mh.WorkerFailed, match=f"worker {who} .* was killed by signal 9") as caught:
-        train(local, fault, seen, strategy=strategy, run_dir=tmp_path / "run")
+        train(fault, seen, strategy=strategy, run_dir=tmp_path / "run")
     assert (caught.value.rank, caught.value.step) == (who, step)
     assert caught.value.phase == "compute" or ":" in fault.removeprefix(f"kill={who}@step:")
     assert not step or seen.faults == [(fault, who, step)]
@@ -81,7 +74,7 @@ def test_a_stopped_worker_is_blamed_where_all_meet(local: Local) -> None:
 @pytest.mark.slow
 def test_a_pause_changes_no_bit(local: Local) -> None:
     seen = Seen()
-    run = train(local, "pause=1@step:5+0.3,pause=0@step:7:commit+0.1,kill=1@step:99", seen, workers=2)
+    run = train("pause=1@step:5+0.3,pause=0@step:7:commit+0.1,kill=1@step:99", seen, workers=2)
     assert run.info["faults"] == {"pause=1@step:5+0.3": 1, "pause=0@step:7:commit+0.1": 1}
     assert sorted(seen.faults) == [("pause=0@step:7:commit+0.1", 0, 7), ("pause=1@step:5+0.3", 1, 5)]
     assert "kill=1@step:99 did not happen" in run.info["warnings"][0]
@@ -113,12 +106,12 @@ def test_faults_at_a_time(local: Local) -> None:
         return longest
 
     local.launch(lambda worker: None, LaunchSpec(workers=2))  # the server is up: half a second later, so is the program
-    engine = faulty(local, "pause=1@0.5s+0.4")
+    engine = Local(faults="pause=1@0.5s+0.4")
     values = engine.launch(program, LaunchSpec(workers=2, observer=observer, timeout_s=20))
     assert values[1] >= 0.2
     spec = LaunchSpec(workers=2, server=ServerSpec(rule="add"), observer=observer, timeout_s=20)
     with pytest.raises(mh.WorkerFailed, match="server shard 0 .*was killed by signal 9"):
-        faulty(local, "kill=shard0@0.2s").launch(lambda worker: wait_until(lambda: False), spec)
+        Local(faults="kill=shard0@0.2s").launch(lambda worker: wait_until(lambda: False), spec)
     assert observer.seen == ["pause=1@0.5s+0.4", "kill=shard0@0.2s"]
 
 

@@ -220,15 +220,14 @@ def test_two_threads_may_launch_at_once(local: Local) -> None:
     assert values == {base: [[base, base + 1]] * 2 for base in (10, 20)}
 
 
-def test_one_worker_is_here_or_apart_and_computes_the_same(local: Local) -> None:
+def test_one_worker_is_here_or_apart_and_computes_the_same() -> None:
     def program(worker: Worker) -> Any:
         value = torch.full((3,), 2.0)
         total = worker.group.mean_(value, weight=3.0)
         return os.getpid(), worker.size, value.tolist(), total.weight, torch.get_num_threads()
 
     plan = LaunchSpec(workers=1, timeout_s=30.0, threads_per_worker=1)
-    apart = Local(apart=True)
-    object.__setattr__(apart, "_slot", local._slot)  # the tests' warm fork server
-    ((here, *seen),), ((there, *seen_there),) = (engine.launch(program, plan) for engine in (local, apart))
+    engines = Local(), Local(apart=True)
+    ((here, *seen),), ((there, *seen_there),) = (engine.launch(program, plan) for engine in engines)
     assert (here == os.getpid(), there == os.getpid()) == (True, False)
     assert seen == seen_there == [1, [2.0] * 3, 3.0, 1]

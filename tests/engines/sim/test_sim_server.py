@@ -321,26 +321,6 @@ def test_nothing_is_sent_again_while_it_is_on_its_way() -> None:
 # -- who waits too long ----------------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_a_worker_too_long_hears_for_whom() -> None:
-    """It is not said of those who wait themselves; and what is on its way for long is not late."""
-    world = World(BOUND_1, workers=3, network="latency=20", timeout_s=5)
-
-    def program(seconds: float, client: Any, world: World) -> None:
-        ready(client, 1)
-        world.until(200.0 + seconds)
-        for _ in range(9):
-            client.tick()
-
-    started = [world.start(rank, partial(program, 1000.0 * (rank == 1))) for rank in range(3)]
-    world.timeline.run()
-    for rank in (0, 2):
-        error = started[rank].error
-        assert isinstance(error, PeerLost)
-        assert (error.rank, error.host, error.operation, error.step) == (1, "host1", "server.tick", 2)
-        assert "made no progress for 5 s" in str(error)
-        assert world.ends[rank][1] == pytest.approx(200 + 20 + 20 + 20 + 5)
-
-
 def test_who_waits_for_a_push_or_a_first_center_too_long_hears_for_what() -> None:
     with pytest.raises(PeerLost, match="worker 1 on host1 made no progress") as raised:
         World(QUORUM, workers=2, timeout_s=5).run(pushing(10.0), pushing(110.0))
@@ -362,28 +342,6 @@ def test_answers_are_not_kept() -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_paused_shard_answers_later() -> None:
-    """Before the push comes, or while it is merged."""
-    for options, at in (({"network": "latency=1"}, 10.0), ({"compute": "merge=1s"}, 11.0)):
-        world = World(**options)  # type: ignore[arg-type]
-        world.timeline.at(at, partial(world.servers.shards[0].pause, 10.0))
-        assert world.run(pushing(10.0)) == [11.0]
-
-
-@pytest.mark.parametrize("when", [0.5, 1.0, 1.5])
-def test_a_restarted_shard_has_its_store_and_nothing_else(when: float) -> None:
-    """Whether the request or the answer was under way: it is sent again when the shard is back, and applied once."""
-    world = World(network="latency=1")
-
-    def program(client: Any, world: World) -> Any:
-        ready(client, 2)
-        client.push(torch.ones(2))
-        world.timeline.at(world.now + when, lambda: world.servers.restart_shard(0, 5.0))
-        return taken(world, lambda: client.push(torch.ones(2))), pulled(client, 2), resent(client)
-
-    assert world.run(program) == [(when + 5.0 + 2.0, [2.0, 2.0], 1)]
-
-
 def test_what_is_sent_to_a_shard_that_is_gone_is_lost_and_it_knows_who_waits_at_its_gate() -> None:
     """Also where it would arrive after it is back: sent at 1 it would at 11, but the shard is back at 5, and asked again then."""
     world = World(network="latency=10")
@@ -399,27 +357,6 @@ def test_what_is_sent_to_a_shard_that_is_gone_is_lost_and_it_knows_who_waits_at_
     world = World(IN_STEP, workers=2, network="latency=1")
     world.timeline.at(25.0, lambda: world.servers.restart_shard(0, 5.0))
     assert world.run(partial(ticking, 20.0), partial(ticking, 40.0)) == [42.0, 42.0]
-
-
-def test_a_killed_shard_is_everybodys_loss() -> None:
-    world = World(IN_STEP, workers=2, shards=2, network="latency=1")
-
-    def program(at: float, client: Any, world: World) -> None:
-        ready(client, 2)
-        world.until(at)
-        try:
-            client.tick()
-        finally:
-            client.close()
-
-    world.timeline.at(25.0, lambda: world.servers.kill_shard(1))
-    with pytest.raises(ShardLost):
-        world.run(partial(program, 20.0), partial(program, 40.0))
-    (first, when), (second, then) = world.ends[0], world.ends[1]
-    assert isinstance(first, PeerLost)
-    assert (first.shard, first.operation, first.step, first.seconds) == (1, "server.tick", 1, 5.0)
-    assert isinstance(second, PeerLost)
-    assert (when, then) == (25.0, 40.0)
 
 
 def test_a_lost_worker_holds_nobody_up() -> None:
