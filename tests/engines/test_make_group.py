@@ -37,8 +37,7 @@ def at_a_driver(folder: Path) -> Meetings:
     """The driver's own bookkeeping, asked by threads."""
     rendezvous, arrived, answers = Rendezvous(), threading.Condition(), dict[Any, list[Any]]()
 
-    def meet(name: str, ranks: Sequence[int], value: Any, rank: int, count: list[int]) -> list[Any]:
-        count[0] += 1
+    def meet(name: str, ranks: Sequence[int], value: Any, rank: int) -> list[Any]:
         with arrived:
             values = rendezvous.arrive(rank, name, list(ranks), value)
             for other in ranks if values is not None else ():
@@ -48,7 +47,7 @@ def at_a_driver(folder: Path) -> Meetings:
             got: list[Any] = answers[rank].pop(0)
             return got
 
-    return lambda rank: lambda name, ranks, value, count=[0]: meet(name, ranks, value, rank, count)
+    return lambda rank: lambda name, ranks, value: meet(name, ranks, value, rank)
 
 
 def network(hosts: list[list[int]]) -> Network:
@@ -128,13 +127,6 @@ def test_meetings_by_the_same_name_do_not_mix(tmp_path: Path, place: Callable[[P
     expected = [[[number, rank] for rank in part] for number, part in enumerate(parts)]
     for rank, (_, values) in enumerate(found):
         assert values == [one for one, part in zip(expected, parts, strict=True) if rank in part]
-
-
-def test_two_meetings_by_one_name_can_be_under_way() -> None:
-    rendezvous = Rendezvous()
-    arrivals = [(0, [0, 1]), (2, [2, 3]), (1, [0, 1]), (3, [2, 3])]
-    answers = [rendezvous.arrive(rank, "tea", ranks, 10 * rank) for rank, ranks in arrivals]
-    assert answers == [None, None, [0, 10], [20, 30]]
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]]])

@@ -1,6 +1,4 @@
-import os
 import sys
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +10,11 @@ from manyhands.engines import single_process
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
 from manyhands.engines.single_process import InProcessDriverClient
-from manyhands.errors import BadInput, PeerLost, WorkerFailed
+from manyhands.errors import BadInput, PeerLost
 from manyhands.events import Event
-from manyhands.worker import Worker, current
+from manyhands.worker import Worker
 
 ONE = LaunchSpec(workers=1)
-
-
-def test_one_worker_runs_right_here() -> None:
-    lock = threading.Lock()  # nothing is sent anywhere
-
-    def program(worker: Worker) -> object:
-        assert current() is worker
-        assert (worker.rank, worker.size, worker.group.size) == (0, 1, 1)
-        return os.getpid(), threading.get_ident(), lock
-
-    assert Local().launch(program, ONE) == [(os.getpid(), threading.get_ident(), lock)]
-    assert current() is None
 
 
 def test_threads_hold_for_the_run_and_the_callers_number_stays() -> None:
@@ -51,18 +37,6 @@ def test_one_rank_of_a_host_keeps_its_threads_and_several_share_the_cores(monkey
     cases = ((1, None), (2, None), (2, 3), (1, 3))
     found = [single_process.threads_in_callers_process(workers, wanted) for workers, wanted in cases]
     assert found == [torch.get_num_threads(), 4, 3, 3]
-
-
-def test_an_exception_is_worker_failed_with_its_cause() -> None:
-    def program(worker: Worker) -> None:
-        worker.driver.progress("compute", 9)
-        raise KeyError("weights")
-
-    with pytest.raises(WorkerFailed, match="failed in phase compute at step 9: KeyError: 'weights'") as caught:
-        Local().launch(program, ONE)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert (caught.value.rank, caught.value.error) == (0, "KeyError")
-    assert current() is None
 
 
 def test_other_ends_pass() -> None:

@@ -28,12 +28,16 @@ def test_the_slowest_once_all_have_reported_enough_steps() -> None:
     assert found.judge([0, 1, 4]) is None
 
 
-def test_a_few_long_steps_are_none() -> None:
-    """A stop of some seconds, say."""
-    found = Stragglers()
-    report(found, {0: 0.2, 1: 0.2}, WINDOW - 5)
-    report(found, {0: 0.2, 1: 30.0}, 5)
-    assert found.judge([0, 1]) is None
+def test_few_long_steps_short_ones_and_a_worker_alone_are_none() -> None:
+    for reports in (
+        [({0: 0.2, 1: 0.2}, WINDOW - 5), ({0: 0.2, 1: 30.0}, 5)],
+        [({0: 0.0005, 1: 0.005}, WINDOW)],
+        [({0: 0.2}, WINDOW)],
+    ):
+        found = Stragglers()
+        for seconds, steps in reports:
+            report(found, seconds, steps)
+        assert found.judge(list(reports[0][0])) is None, reports
 
 
 def test_waiting_for_rows_counts_and_waiting_for_others_does_not() -> None:
@@ -44,15 +48,6 @@ def test_waiting_for_rows_counts_and_waiting_for_others_does_not() -> None:
     straggler = found.judge([0, 1])
     assert straggler is not None
     assert straggler.worker_id == 0
-
-
-def test_differences_of_short_steps_are_none_and_one_alone_has_nobody_beside_it() -> None:
-    found = Stragglers()
-    report(found, {0: 0.0005, 1: 0.005})
-    assert found.judge([0, 1]) is None
-    found = Stragglers()
-    report(found, {0: 0.2})
-    assert found.judge([0]) is None
 
 
 def test_with_other_members_it_begins_anew() -> None:

@@ -21,10 +21,7 @@ from manyhands.engines.cores import usable_cores
 from manyhands.engines.driver.elastic_driver import ElasticDriver
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
-from manyhands.errors import Preempted
-from manyhands.events import Event
 from manyhands.own_loop.launch import launch
-from preempting import Preempting
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials")]
 TWO: dict[str, Any] = {"workers": 2, "threads_per_worker": 1}
@@ -58,33 +55,6 @@ def test_in_step_over_two_hosts_it_is_what_it_is_on_one_and_without_tls_the_summ
     assert "could read and change all messages, and the program too" in output
     assert f"2 workers with {2 * cores} threads on" in output  # the one that joined is on this very machine
     assert there.info["machines"][0]["cores"] == cores
-
-
-def test_stopped_on_two_hosts_and_resumed_on_one(local: Local, tmp_path: Path) -> None:
-    """Every row is trained once, whoever is there; with a run directory at a URL."""
-    folder = tmp_path / "run"
-    url = f"local://{folder}"
-    with pytest.raises(Preempted, match=rf"resume it with resume=True \(--resume\) from {url}$"):
-        train(task(loss=Preempting(1, 5)), "downpour", run_dir=url)
-    assert 5 <= len(leases(folder)) <= 2 * 5
-    run = mh.train(task(), engine=local, run_dir=url, resume=True, strategy="downpour", **TWO)
-    assert run.rows["total"] == 390
-    assert sorted(leases(folder)) == [(e, b, p) for e in range(3) for b in range(11) for p in range(2)]
-    assert torch.isfinite(run.parameters).all()
-
-
-def test_faults_on_another_host() -> None:
-    """Its worker stands still at a step, and is then killed at another."""
-    seen: list[str] = []
-
-    class Seen(mh.Callback):
-        def on_notice(self, event: Event) -> None:
-            seen.extend([event.values["fault"]] if event.type == "fault" else [])
-
-    faults = "pause=1@step:3+0.3,kill=1@step:6:exchange"
-    with pytest.raises(mh.WorkerFailed, match="worker 1 .* was killed by signal 9.* in phase exchange at step 6"):
-        train(task(), "allreduce", faults=faults, callbacks=[Seen()])
-    assert ",".join(seen) == faults
 
 
 def test_a_primary_is_killed_while_a_worker_of_another_host_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,19 +107,6 @@ def test_a_loop_of_ones_own_has_a_server_and_leases_across_hosts() -> None:
     found = run.during(lambda: launch(own_loop, workers=2, timeout_s=30.0, **options))
     assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
     assert torch.equal(found[0][1], found[1][1])
-
-
-def test_predictions_of_two_hosts_are_one_processes() -> None:
-    """Rows come over the connection of the other host's agent, in order."""
-    x, model = plain.rows(203)[0], plain.mlp().eval()
-    with torch.no_grad():
-        wanted = torch.cat([model(batch) for batch in x.split(8)])
-    run = Run(Hosts(local_workers=1), joined_by(1))
-    data = {"x": x, "id": [f"row {i}" for i in range(203)]}
-    options: dict[str, Any] = {"keep": ("id",), "workers": 2, "engine": run.engine, "batch_size": 8}
-    found = run.during(lambda: mh.predict(model, data, function=lambda m, b: m(b["x"]), **options))
-    assert torch.equal(found["prediction"], wanted)
-    assert list(found["id"]) == data["id"]
 
 
 ROWS, BLOCKS = 400, 8

@@ -53,19 +53,6 @@ def test_a_worker_is_killed(
     assert all(loss["host"].endswith(host) for loss in run.losses)
 
 
-def test_a_worker_is_lost_between_rounds_and_not_replaced() -> None:
-    """What follows is what follows in the simulator."""
-    strategy, fault = "diloco:period=3,compress=topk:1", "kill=0@step:4"
-    survive = "max_losses=1,replace=false,silence_s=5"
-    run = train([1, 1, 1], fault, strategy=strategy, survive=survive)
-    assert run.info["faults"] == {fault: 1}
-    of = plain.task(epochs=EPOCHS, validation_data=plain.rows(12))
-    engine = f"sim:compute=step=100ms,faults='{fault},notice=10ms'"
-    simulated = mh.train(of, engine=engine, workers=3, strategy=strategy, survive=survive)
-    assert torch.allclose(run.parameters, simulated.parameters, rtol=0, atol=1e-9)
-    assert [row["rows"] for row in run.history] == [12, 12, 12, 3] * EPOCHS
-
-
 # -- while a group is formed -------------------------------------------------------------------------------------------
 
 MARK = "MANYHANDS_TEST_FORMING"

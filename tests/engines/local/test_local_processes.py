@@ -23,20 +23,13 @@ class Forked:
         self.there: dict[int, ControlSocket] = {}
         self.asking: dict[int, ControlSocket] = {}
         self.shared: dict[str, Any] = {}
-        self.own: dict[int, dict[str, Any]] = {}
-        self.arenas: dict[int, list[int]] = {}  # inodes
         self.signals: list[tuple[list[int], int]] = []
 
     def launch(self, shared: dict[str, Any], program: int) -> None:
         self.shared = shared
 
     def fork(self, process_index: int, descriptors: list[int], own: dict[str, Any]) -> None:
-        line, questions, _, _, *arena = descriptors
-        self.own[process_index] = own
-        for wires in (self.there, self.asking):
-            if process_index in wires:
-                wires.pop(process_index).close()
-        self.arenas[process_index] = [os.fstat(fd).st_ino for fd in arena]
+        line, questions, *_ = descriptors
         self.there[process_index] = ControlSocket(socket.socket(fileno=os.dup(line)))
         self.asking[process_index] = ControlSocket(socket.socket(fileno=os.dup(questions)))
 
@@ -156,51 +149,3 @@ def test_stacks_show_the_program_and_its_own_threads() -> None:
         "Current thread 0x3 (most recent call first):\n"
         '  File "mine.py", line 7 in program'
     )
-
-
-# -- members that change -----------------------------------------------------------------------------------------------
-
-
-def placed(forked: Forked, worker_id: int) -> list[ControlMessage]:
-    """What a worker that waits for its place is sent."""
-    messages: list[ControlMessage] = []
-    while not messages or messages[-1].body["type"] != "formed":
-        messages += forked.asking[worker_id].receive()
-    return messages
-
-
-def inode(fd: int) -> int:
-    return os.fstat(fd).st_ino
-
-
-def test_a_group_is_a_table_and_the_members_arenas_and_who_owns_a_lifeline_alone_can_end_it(forked: Forked) -> None:
-    host = LocalProcesses(cast(Spawner, forked), [0, 1, 2], timeout_s=5.0, host="alpha")
-    host.start({"threads": 1, "survive": 3}, -1)
-    arenas = [forked.arenas[worker_id][0] for worker_id in range(3)]
-    assert len(set(arenas)) == 3
-    host.form(4, [[0, 2], [7]], ["alpha", "beta"])  # worker 1 is lost, 7 is another host's
-    messages = {worker_id: placed(forked, worker_id) for worker_id in (0, 2)}
-    tables = set()
-    for rank, worker_id in enumerate((0, 2)):
-        *members, formed = messages[worker_id]
-        assert formed.body == {"type": "formed", "generation": 4, "hosts": [[0, 2], [7]], "names": ["alpha", "beta"]}
-        tables.add(inode(formed.fds[0]))
-        assert [inode(member.fds[0]) for member in members] == [arenas[0], arenas[2]]
-        assert [len(member.fds) for member in members] == [3 if peer == rank else 2 for peer in range(2)]
-    assert len(tables) == 1
-    assert not forked.asking[1].readable(0)
-    for message in [one for of_worker in messages.values() for one in of_worker]:
-        for fd in message.fds:
-            os.close(fd)
-    host.start_worker(1, "kill=1@step:9")  # in the lost one's place, with memory of its own
-    assert forked.arenas[1][0] not in arenas
-    assert forked.own[1]["faults"] == "kill=1@step:9"
-    host.form(5, [[0, 1, 2]], ["alpha"])
-    (*_, formed) = placed(forked, 1)
-    assert inode(formed.fds[0]) not in tables
-    host.send(1, {"type": "interrupt", "generation": 5})
-    assert [message.body["type"] for message in forked.there[1].receive()] == ["interrupt"]
-    host.form(6, [[1]], ["alpha"])  # the only member of a host gets no memory
-    (formed,) = placed(forked, 1)
-    assert (formed.body["generation"], formed.fds) == (6, [])
-    host.end(0.0)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import manyhands as mh
 from manyhands.engines.faults import Faults
 from manyhands.engines.sim.compute import Compute
 from manyhands.engines.sim.costs import Costs
@@ -20,6 +21,21 @@ from manyhands.engines.sim.timeline import Timeline
 from manyhands.server.base import Server, ServerSpec
 
 BETWEEN_CALLS_S = 1e-3
+
+
+class Changes(mh.Callback):
+    """(kind, message) of all that a run says of its members and copies."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, str]] = []
+
+    @property
+    def messages(self) -> list[str]:
+        return [message for _, message in self.changes]
+
+    def on_notice(self, event: mh.Event) -> None:
+        if event.type == "change":
+            self.changes.append((event.values["kind"], event.values["message"]))
 
 
 def meeting_of(timeline: Timeline, size: int, network: str = "", timeout_s: float = 300.0) -> SimRendezvous:

@@ -79,11 +79,7 @@ BY_HAND: list[tuple[Any, int, str, str, tuple[int, ...], Any, Any, Any]] = [
     # a broadcast is direct up to a mebibyte: 1000 bytes to three others leave one card
     (SocketsCost, 4, "lan", "broadcast", (250, 4, 2), 124 * US, [0, 0, 3000, 0], [0, 0, 1, 0]),
     (SocketsCost, 4, "lan", "broadcast", (DIRECT_BYTES, 4, 2), ..., ..., [1, 0, 1, 1]),
-    # which way a mean goes: swapped, a ring of two; direct, a ring; 16-bit numbers, whatever their number
-    (SocketsCost, 2, "lan", "mean", (SWAP_BYTES // 4, 4), ..., ..., [1] * 2),
-    (SocketsCost, 2, "lan", "mean", (SWAP_BYTES // 4 + 1, 4), ..., ..., [2] * 2),
-    (SocketsCost, 4, "lan", "mean", (DIRECT_BYTES // 4, 4), ..., ..., [2] * 4),
-    (SocketsCost, 4, "lan", "mean", (DIRECT_BYTES // 4 + 1, 4), ..., ..., [6] * 4),
+    # 16-bit numbers go the same ways, whatever their number
     (SocketsCost, 4, "lan", "mean", (DIRECT_BYTES // 2 + 2, 2), ..., ..., [2] * 4),
     (SocketsCost, 2, "lan", "mean", (SWAP_BYTES // 2 + 2, 2), ..., ..., [2] * 2),
     # in shared memory a slice of 640 is read from 3 and written to 3, and twice 2 us

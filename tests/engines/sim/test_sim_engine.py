@@ -143,22 +143,6 @@ def test_a_killed_worker_ends_a_training_by_name(strategy: str, when: str, notic
     assert notice_s != 100 or isinstance(raised.value.__cause__, PeerLost)
 
 
-def test_a_worker_that_dies_at_its_step_computes_no_more() -> None:
-    """It fires once, where it should."""
-    computed: list[tuple[int, int]] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        worker = current()
-        assert worker is not None
-        computed.append((worker.rank, worker.driver.step))  # type: ignore[attr-defined]
-        return cross_entropy(model, batch)
-
-    with pytest.raises(WorkerFailed, match="at step 3, and declared lost at 13 s"):
-        train(f"{SECOND_A_ROW},faults='kill=1@step:3'", task=task(loss=loss))
-    assert max(step for rank, step in computed if rank == 1) == 2
-    assert max(step for rank, step in computed if rank == 0) == 3
-
-
 def test_a_pause_takes_exactly_its_time_and_a_straggler_sets_the_pace() -> None:
     """All wait for the one that pauses, and hold the same bits."""
     plain = train(SECOND_A_ROW)
@@ -282,20 +266,6 @@ def test_max_seconds_are_virtual_and_a_callbacks_stop_is_obeyed_at_the_next_tick
 
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Dropout(0.4), nn.Linear(9, 3)).double()
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """CASE 19. What interrupts it is a worker's death, two steps after the last checkpoint."""
-    given = task(model=dropping, train_data=rows(36), epochs=3)
-    spec, strategy = "compute='row=1,jitter=exponential',network='latency=1ms'", "local-sgd:period=3"
-    whole = train(spec, strategy, task=given)
-    kept: dict[str, Any] = {"task": given, "run_dir": tmp_path / "run", "checkpoint_every": 2}
-    with pytest.raises(WorkerFailed, match="killed"):
-        train(f"{spec},faults='kill=2@step:6'", strategy, **kept)
-    resumed = train(spec, strategy, **kept, resume=True)
-    assert resumed.steps == 9
-    assert same(whole, resumed)
-    assert [row["tick"] for row in resumed.history] == list(range(9))
 
 
 def result(directory: Path) -> dict[str, Any]:

@@ -4,27 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from sim_world import raise_errors, run
+from sim_world import run
 
-from manyhands.engines.sim.timeline import Deadlock, Killed, SimProgram, Timeline
-
-
-def test_time_passes_where_programs_sleep() -> None:
-    timeline, log = Timeline(), []
-
-    def program(name: str, naps: list[float]) -> str:
-        for nap in naps:
-            timeline.sleep(nap)
-            log.append((timeline.now, name))
-        return name
-
-    def parent() -> None:
-        timeline.start(3, lambda: program("child", [1.0]), at=timeline.now + 4.0)
-
-    values = run(timeline, [lambda: program("a", [1.0, 2.0]), lambda: program("b", [2.5]), parent])
-    assert values == ["a", "b", None]
-    assert log == [(1.0, "a"), (2.5, "b"), (3.0, "a"), (5.0, "child")]
-    assert timeline.now == 5.0
+from manyhands.engines.sim.timeline import Killed, SimProgram, Timeline
 
 
 def test_ties_are_drawn_by_the_seed() -> None:
@@ -65,7 +47,7 @@ def test_a_cell_wakes_who_waits_at_the_time_when_it_is_set() -> None:
     assert run(timeline, [waits, sets]) == [(1.0, "first", 2.0), ("first", 3.0)]
 
 
-def test_what_is_cancelled_takes_no_time_and_a_paused_program_goes_on_when_the_pause_is_over() -> None:
+def test_what_is_cancelled_takes_no_time() -> None:
     timeline, log = Timeline(), list[Any]()
     due = timeline.at(5.0, lambda: log.append("cancelled"))
     due.cancel()
@@ -74,55 +56,6 @@ def test_what_is_cancelled_takes_no_time_and_a_paused_program_goes_on_when_the_p
     while timeline.advance():
         pass
     assert (log, timeline.now) == (["happened"], 1.0)
-    timeline, log = Timeline(), []
-
-    def program() -> None:
-        for _ in range(3):
-            timeline.sleep(1.0)
-            log.append(timeline.now)
-
-    victim = timeline.start(0, program)
-    timeline.at(1.5, lambda: setattr(victim, "paused_until", 4.0))
-    timeline.run()
-    assert log == [1.0, 4.0, 5.0]
-
-
-def test_stuck_names_who_waits_for_what() -> None:
-    timeline = Timeline()
-    programs = [lambda: timeline.wait(timeline.cell(), "a letter"), lambda: timeline.sleep(2.0)]
-    with pytest.raises(Deadlock, match="stuck at 2 s.*: 0 waits for a letter"):
-        run(timeline, programs)
-
-
-def test_an_error_is_kept_and_ends_only_its_program_unless_on_end_raises_it() -> None:
-    log: list[float] = []
-
-    def programs(timeline: Timeline) -> list[SimProgram]:
-        def other() -> str:
-            try:
-                timeline.sleep(100.0)
-                return "value"
-            finally:
-                log.append(timeline.now)
-
-        def fails() -> None:
-            timeline.sleep(1.0)
-            raise ValueError("mine")
-
-        return [timeline.start(0, other), timeline.start(1, fails)]
-
-    timeline = Timeline()
-    other, failed = programs(timeline)
-    timeline.run()
-    assert isinstance(failed.error, ValueError)
-    assert (other.value, other.error) == ("value", None)
-    timeline = Timeline()
-    timeline.on_end = raise_errors
-    started = programs(timeline)
-    with pytest.raises(ValueError, match="mine"):
-        timeline.run()
-    assert log == [100.0, 1.0], "the other was ended then and there"
-    assert all(program.ended for program in started)
 
 
 def test_kill_runs_finally_blocks_and_is_no_error() -> None:

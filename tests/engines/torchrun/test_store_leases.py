@@ -1,6 +1,5 @@
 """Leases at the launcher's store: each slice once, whoever else writes meanwhile."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -78,23 +77,6 @@ def test_a_stop_reaches_all() -> None:
         answer = StoreLeases(store, 5.0).take(rank, segment(), lambda reason=reason: reason)  # type: ignore[misc]
         assert isinstance(answer, End)
         assert answer.reason == "preempted"
-
-
-def test_of_fixed_parts_a_worker_waits_for_the_others() -> None:
-    store, stretch, over = HashStore(), segment(until=2, parts=2, size=2, fixed=True), threading.Event()
-
-    def program(rank: int) -> list[tuple[int, int]]:
-        leases = StoreLeases(store, 20.0)
-        if rank == 0:
-            taken, _ = all_of(leases, 0, stretch)
-            assert over.is_set()
-            return taken
-        first = leases.take(1, stretch)
-        assert isinstance(first, Lease)
-        over.set()
-        return [(first.index, first.part), *all_of(leases, 1, stretch)[0]]
-
-    assert in_threads(2, program) == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
 
 
 def test_nobody_waits_for_ever() -> None:
