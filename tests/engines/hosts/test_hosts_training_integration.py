@@ -112,6 +112,19 @@ def test_a_loop_of_ones_own_has_a_server_and_leases_across_hosts() -> None:
 ROWS, BLOCKS = 400, 8
 
 
+def test_predictions_of_two_hosts_are_one_processes() -> None:
+    """Rows come over the connection of the other host's agent, in order."""
+    x, model = plain.rows(203)[0], plain.mlp().eval()
+    with torch.no_grad():
+        wanted = torch.cat([model(batch) for batch in x.split(8)])
+    run = Run(Hosts(local_workers=1), joined_by(1))
+    data = {"x": x, "id": [f"row {i}" for i in range(203)]}
+    options: dict[str, Any] = {"keep": ("id",), "workers": 2, "engine": run.engine, "batch_size": 8}
+    found = run.during(lambda: mh.predict(model, data, function=lambda m, b: m(b["x"]), **options))
+    assert torch.equal(found["prediction"], wanted)
+    assert list(found["id"]) == data["id"]
+
+
 class Watched:
     """A loss that notes, for each worker, its host's cache folder, the cache's files that it maps, and its rows."""
 

@@ -71,21 +71,6 @@ def test_the_limit_of_a_fixed_delay(delay: int) -> None:
         assert growth == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_how_long_steps_take_with_backup_workers() -> None:
-    """CASE 13: Exp(1) step times, ten workers, two to spare. Who is late finishes its stale gradient first: 1.7205, not 1.4290.
-
-    A step's time has a standard deviation of 0.55, so a mean of 1000 one of 0.017. Workers that computed gradients which can
-    only come too late would make it 1.78. By day test_quorum_times.py has the same of the rule alone.
-    """
-    steps = 1000
-    data = point(10 * steps, 10, validate_every=steps)
-    run = train("quorum:backups=2", 10, "compute='row=0,step=1,jitter=exponential'", **data)
-    times = [row["seconds"] for row in run.history]
-    assert (times[-1] - times[0]) / (len(times) - 1) == pytest.approx(1.7205, abs=0.03)
-
-
 @pytest.mark.parametrize("strategy", ["downpour", "gossip:graph=pairs", "quorum:backups=1", "hogwild"])
 def test_the_same_seed_is_the_same_run_and_another_is_another(strategy: str) -> None:
     """With jitter, and with messages that are lost, doubled, late and in another order."""

@@ -50,6 +50,26 @@ def test_with_copies_in_step_the_result_is_that_of_a_run_without_faults(strategy
             assert seen.messages[-1] == "server shard 0 has 2 copies again"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "slices"),
+    [
+        ("downpour:bound=0,push_every=3,pull_every=3", (4, 6, 12)),
+        ("quorum", (12, 8, 6, 4)),
+        ("downpour:push_every=3,pull_every=3", (4,)),
+    ],
+)
+def test_workers_and_both_copies_are_lost_in_one_run_and_each_row_counts_once(
+    strategy: str, slices: tuple[int, ...]
+) -> None:
+    """In step, and at their own pace. One more worker leaves."""
+    faults = "kill=shard0@0s,kill=1@step:3,kill=backup0@0.8s,kill=shard0@1.4s,kill=0@1.5s,leave=2@step:10"
+    task = numbered_rows.task(13 * 12, 12, epochs=1, order=lambda epoch: range(13 * 12))
+    run = train(f"{faults},back=0.2", strategy, "max_losses=3,copies=2", task=task)
+    assert run.info["faults"] == dict.fromkeys(faults.split(","), 1)
+    assert len(run.losses) == 2
+    numbered_rows.trained_once(run, 12, slices)
+
+
 def test_a_copy_has_its_price_and_each_shard_its_own_copies() -> None:
     """What a call gave waits until the backup has it, which takes two ways more."""
     alone = train("", "downpour:bound=0", None)

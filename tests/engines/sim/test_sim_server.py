@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sim_world import outside, servers_of
+from sim_world import outside, run, servers_of
 
 from manyhands.engines.sim.timeline import Deadlock, Timeline
 from manyhands.errors import ManyhandsError, PeerLost
@@ -54,12 +54,7 @@ class World:
 
     def run(self, *programs: Callable[..., Any]) -> list[Any]:
         """Their values; errors are raised."""
-        started = [self.start(rank, program) for rank, program in enumerate(programs)]
-        self.timeline.run()
-        for program in started:
-            if program.error is not None:
-                raise program.error
-        return [program.value for program in started]
+        return run(self.timeline, [partial(one, self.servers.clients[i], self) for i, one in enumerate(programs)])
 
     def kill(self, rank: int, at: float, lost_at: float) -> None:
         self.timeline.at(at, lambda: self.timeline.programs[rank].kill())

@@ -250,6 +250,14 @@ def test_what_without_survive_is_refused_or_ends_the_run(task: mh.Task) -> None:
 # -- how long it takes -----------------------------------------------------------------------------------------------------
 
 
+def test_a_recovery_takes_seconds_however_many_there_are(task: mh.Task) -> None:
+    """torchft#329: 948 s to recover. Here: until it is noticed, and the step under way once more."""
+    free = train(task, "", workers=8)
+    run = train(task, "kill=7@0.75s,notice=0.3", "max_losses=1,replace=false", workers=8)
+    assert len(run.losses) == 1
+    assert run.seconds - free.seconds <= 0.3 + 0.1 + 0.01
+
+
 def slowed(task: mh.Task, survive: str, factor: int = 5) -> tuple[mh.Run, list[tuple[str, str]]]:
     """Worker 1 takes so many times as long for a step; the run, and what changed."""
     seen, engine = Changes(), f"sim:compute='step=100ms,1={factor}x'"
