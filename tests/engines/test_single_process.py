@@ -1,11 +1,9 @@
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines import single_process
 from manyhands.engines.base import LaunchSpec, Observer
 from manyhands.engines.local.engine import Local
@@ -86,19 +84,3 @@ def test_the_observer_is_asked_ten_times_a_second_and_a_reason_to_stop_stays() -
     assert line.should_stop() == "callback"
     observer.reason, now = "", 25.0
     assert line.should_stop() == "callback"
-
-
-def test_one_worker_gets_every_slice_once_until_a_stop() -> None:
-    observer, now = Counting(), 0.0
-    line, segment = InProcessDriverClient(observer, clock=lambda: now), Segment(epoch=0, first=0, until=100, parts=2)
-    whole = InProcessDriverClient(Counting())
-    got = [whole.lease(replace(segment, until=2), 0) for _ in range(5)]
-    assert sorted((one.index, one.part) for one in got if isinstance(one, Lease)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert isinstance(got[-1], End)
-    assert got[-1].reason == ""
-    assert isinstance(line.lease(segment, 0), Lease)
-    observer.reason, now = "preempted", 1.0
-    end = line.lease(segment, 0)
-    assert isinstance(end, End)
-    assert end.reason == "preempted"
-    assert sum(back - front for front, back in end.left) == 199

@@ -436,16 +436,10 @@ def test_rule_9_counts_anew_after_a_step_and_with_other_members() -> None:
 # -- rule 5: the end ---------------------------------------------------------------------------------------------------
 
 
-def test_once_the_result_is_there_whoever_waits_is_released() -> None:
-    m = running().asks(1, 3)
-    assert m.does() == []
-    m.finished(0, 2.0)
-    assert m.does(2.0) == [Release((1, 3))]
-    assert (m.phase, m.next_deadline()) == ("finishing", None)
-    assert m.asks(2, 2, now=3.0).does(3.0) == [Release((2,))]
+def test_the_result_is_not_taken_of_a_lost_worker() -> None:
     m = running()
     m.lost(0, "silence", 1.0)
-    m.finished(0, 2.0)  # of a lost worker it is not taken
+    m.finished(0, 2.0)
     assert m.phase == "gathering"
 
 

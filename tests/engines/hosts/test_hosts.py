@@ -8,11 +8,10 @@ import pytest
 
 from manyhands import spec
 from manyhands.engines import engine_of
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts.engine import Hosts, _common_address
 from manyhands.engines.survive import Survive
-from manyhands.errors import BadInput, ManyhandsError, Preempted
-from manyhands.signals import PREEMPTED
+from manyhands.errors import BadInput, ManyhandsError
 from refusals import all_refused
 
 
@@ -87,14 +86,6 @@ def test_the_command_can_be_pasted_whatever_the_paths_are(tmp_path: Path, monkey
         assert shlex.split(command)[:3] == [f"MANYHANDS_CREDENTIALS={name}", "manyhands", "join"]
     (copy,) = [line for line in lines if "scp" in line]
     assert shlex.split(copy)[2].endswith(f":{path}")
-
-
-@pytest.mark.usefixtures("credentials")
-def test_the_wait_can_be_stopped() -> None:
-    stopped = Observer()
-    stopped.stopping = lambda: PREEMPTED  # type: ignore[method-assign]
-    with pytest.raises(Preempted, match=f"asked to stop .{PREEMPTED}. while waiting for the other hosts"):
-        Hosts(local_workers=1, wait_s=60).launch(print, LaunchSpec(workers=2, observer=stopped))
 
 
 def test_credentials_of_the_run_alone_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

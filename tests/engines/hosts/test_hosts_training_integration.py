@@ -13,7 +13,6 @@ import torch
 from joined_run import Run, joined_by
 from served_training import leases, task
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 import plain
@@ -21,7 +20,6 @@ from manyhands.engines.cores import usable_cores
 from manyhands.engines.driver.elastic_driver import ElasticDriver
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.local.engine import Local
-from manyhands.own_loop.launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials")]
 TWO: dict[str, Any] = {"workers": 2, "threads_per_worker": 1}
@@ -80,33 +78,6 @@ def test_a_primary_is_killed_while_a_worker_of_another_host_pushes(monkeypatch: 
 
 
 # -- loops of one's own, predictions, and shards of data ---------------------------------------------------------------
-
-RULE = f"{Path(__file__).parents[2] / 'server/rules/own_rule.py'}:Half"
-
-
-def own_loop() -> tuple[list[int], Tensor]:
-    torch.manual_seed(0)
-    model = plain.mlp()
-    rule = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(*plain.rows(39), torch.arange(39))
-    loader: Any
-    model, rule, loader = mh.prepare(model, rule, DataLoader(data, batch_size=12, shuffle=True))
-    rows: list[int] = []
-    for _ in range(2):
-        for x, y, numbers in loader:
-            rule.zero_grad()
-            plain.cross_entropy(model, (x, y)).backward()
-            rule.step()
-            rows += numbers.tolist()
-    return rows, plain.flat(model)
-
-
-def test_a_loop_of_ones_own_has_a_server_and_leases_across_hosts() -> None:
-    run = Run(Hosts(local_workers=1), joined_by(1))
-    options: dict[str, Any] = {"strategy": f"downpour:rule={RULE}", "servers": 2, "engine": run.engine}
-    found = run.during(lambda: launch(own_loop, workers=2, timeout_s=30.0, **options))
-    assert sorted(row for rows, _ in found for row in rows) == sorted([*range(39)] * 2)
-    assert torch.equal(found[0][1], found[1][1])
 
 
 ROWS, BLOCKS = 400, 8

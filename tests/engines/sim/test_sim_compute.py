@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from manyhands.comm.codecs import CODECS, codec_of
+from manyhands.comm.codecs import CODECS
 from manyhands.engines.sim.compute import FREE, Coding, Compute, ComputeSpeed
 from manyhands.errors import BadInput, UnknownName
 from refusals import all_refused
@@ -82,13 +82,6 @@ def test_what_is_refused() -> None:
 # -- seconds -------------------------------------------------------------------------------------------------------------
 
 
-def test_seconds_of_a_tick() -> None:
-    """1 ms and 32 rows of 0.1 ms, times the worker's factor; a tick without rows takes none."""
-    compute = Compute.parse("row=1e-4,step=1ms,3=5x,7=0.5x")
-    assert [ComputeSpeed(compute, rank, 0).seconds(32) for rank in (0, 3, 7)] == pytest.approx([4.2e-3, 21e-3, 2.1e-3])
-    assert ComputeSpeed(compute, 0, 0).seconds(0) == 0.0
-
-
 def test_jitter_has_mean_1_and_its_own_spread() -> None:
     deviations = {
         "lognormal:0.5": math.sqrt(math.expm1(0.25)),
@@ -122,18 +115,7 @@ def test_each_worker_draws_its_own_whatever_its_rows() -> None:
 # -- what codecs take ------------------------------------------------------------------------------------------------------
 
 
-def test_a_codec_takes_what_is_said_times_the_workers_factor() -> None:
-    """Whatever the numbers behind its name; shards have no factor, and codecs of which nothing is said are free."""
-    compute = Compute.parse("topk=2/1/4/3,1=3x")
-    for text in ("topk:0.01", "topk:0.5"):
-        codec = codec_of(text).name
-        assert compute.coding(codec, 0) == compute.coding(codec, -2) == Coding(2.0, 1.0, 4.0, 3.0)
-        assert compute.coding(codec, 1) == Coding(6.0, 3.0, 12.0, 9.0)
-    assert compute.coding("bf16", 1) == FREE
-
-
-def test_what_a_codec_takes() -> None:
-    """As it is written, and linear in numbers, bytes and payloads."""
+def test_what_a_codec_takes_is_read_as_it_is_written() -> None:
     for text, coding in {
         "15ns/1ns": Coding(15e-9, 1e-9),
         "0/0": FREE,
@@ -142,9 +124,3 @@ def test_what_a_codec_takes() -> None:
     }.items():
         assert Coding.parse(text, "compute: topk") == coding == Coding.parse(str(coding), "compute: topk"), text
     assert (str(Coding(2.0, 1.0)), str(Coding(2.0, 1.0, 0.0, 3.0))) == ("2/1", "2/1/0/3")
-    coding = Coding(1.0, 10.0, 100.0, 1000.0)
-    assert coding.encoding(3, 2) == 3 + 200
-    assert (coding.decoding(3, 2), coding.decoding(3, 8, payloads=4)) == (30 + 2000, 4 * 30 + 8000)
-    assert coding.times(2.0).encoding(3, 2) == 2 * coding.encoding(3, 2)
-    assert coding.times(2.0).decoding(3, 8, 4) == 2 * coding.decoding(3, 8, 4)
-    assert coding.times(1.0) is coding
