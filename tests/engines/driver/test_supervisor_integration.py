@@ -157,26 +157,19 @@ def test_the_driver_ends_with_its_supervisor(script: Callable[..., Script], tmp_
 # -- train() in a driver that was started again --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """A run of which two epochs of four are there, with a fault that has happened. Then this process is a driver after one that was
-    killed; what it reports."""
+def train(tmp_path: Path, **options: Any) -> mh.Run:
+    given = {"engine": "sim:faults=kill=1@step:9", "workers": 2, "run_dir": tmp_path / "run", **options}
+    return mh.train(plain.task(epochs=4), **given)
+
+
+def test_the_next_driver_knows_what_the_one_before_did(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two epochs of four are there. The fault does not happen again; the restart counts; the history is one."""
     with pytest.raises(mh.WorkerFailed):
         train(tmp_path)
     reports: list[dict[str, Any]] = []
     link = supervisor.DriverLink(made=[4], why="the driver was killed by signal 9 (SIGKILL)")
     monkeypatch.setattr(supervisor, "_link", link)
     monkeypatch.setattr(supervisor.DriverLink, "report", lambda self, **values: reports.append(values))
-    return reports
-
-
-def train(tmp_path: Path, **options: Any) -> mh.Run:
-    given = {"engine": "sim:faults=kill=1@step:9", "workers": 2, "run_dir": tmp_path / "run", **options}
-    return mh.train(plain.task(epochs=4), **given)
-
-
-def test_the_next_driver_knows_what_the_one_before_did(reports: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The fault does not happen again; the restart counts; the history is one."""
     run = train(tmp_path, survive="max_restarts=3", resume=True)
     assert reports == [{"made": [4, 8]}]
     assert [(one["step"], one["cause"]) for one in run.restarts] == [(8, "driver")]
@@ -184,11 +177,3 @@ def test_the_next_driver_knows_what_the_one_before_did(reports: list[dict[str, A
     assert run.info["faults"] == {"kill=1@step:9": 1}
     assert run.generations == 2
     assert [row["tick"] for row in run.history] == list(range(16))
-
-
-@pytest.mark.usefixtures("reports")
-def test_one_restart_too_many_is_refused(tmp_path: Path) -> None:
-    assert supervisor._link
-    supervisor._link.made[:] = [8, 8, 8]
-    with pytest.raises(mh.ManyhandsError, match="3 times from step 8 without a checkpoint"):
-        train(tmp_path, survive="max_restarts=9", resume=True)

@@ -20,7 +20,6 @@ from manyhands.engines.base import LaunchSpec
 from manyhands.engines.hosts import roster
 from manyhands.engines.hosts.engine import Hosts
 from manyhands.engines.hosts.secret import Secret
-from manyhands.errors import WorkerFailed
 from manyhands.server.base import ServerSpec
 from manyhands.transport.address import parse_address
 from manyhands.transport.channel import ChannelClosed
@@ -76,27 +75,6 @@ def test_unauthenticated_peers_at_the_door_are_refused_and_the_run_goes_on(ran: 
     assert "versions differ" in other
     assert "torch 1.0" in other
     assert "join with --workers 2" in many
-
-
-def fail_on_1(worker: Any) -> None:
-    worker.emit("note")  # the run's warning goes behind its first event
-    worker.ask("question", what="heard")
-    if worker.rank == 1:
-        raise KeyError("lost")
-    worker.group.barrier()
-
-
-@pytest.mark.usefixtures("credentials", "nothing_is_left")
-def test_an_error_there_is_raised_here_and_without_tls_the_run_says_so() -> None:
-    listening = Listening(2)
-    run = Run(Hosts(local_workers=1, tls=False), joined_by(1, tls=False))
-    with pytest.raises(WorkerFailed, match=r"worker 1 on .*KeyError: 'lost'") as failed:
-        run.launch(fail_on_1, LaunchSpec(workers=2, timeout_s=30, observer=listening))
-    assert (failed.value.rank, failed.value.error) == (1, "KeyError")
-    assert "fail_on_1" in failed.value.detail
-    assert "failed: worker 1 on" in str(run.joined[0].error)
-    (warning,) = [event.values["message"] for event in listening.events if event.type == "warning"]
-    assert "WITHOUT TLS" in warning
 
 
 @pytest.mark.usefixtures("credentials", "nothing_is_left")

@@ -43,24 +43,6 @@ def test_messages_arrive_in_order_whatever_their_size_and_before_the_end(sockets
         b.receive()
 
 
-def test_descriptors_travel_beside_their_message(sockets: Sockets) -> None:
-    a, b = sockets
-    read, write = os.pipe()
-    a.send({"none": 1})
-    a.send({"two": 2}, [read, write])
-    os.close(read)
-    os.close(write)
-    messages = []
-    while len(messages) < 2:
-        messages += b.receive()
-    assert [len(message.fds) for message in messages] == [0, 2]
-    os.write(messages[1].fds[1], b"through")
-    assert os.read(messages[1].fds[0], 100) == b"through"
-    for fd in messages[1].fds:
-        assert not os.get_inheritable(fd)
-        os.close(fd)
-
-
 def test_what_one_mapping_of_a_status_page_writes_another_reads() -> None:
     fd = create_status_page()
     ours, theirs = Status(fd), Status(fd)

@@ -157,15 +157,12 @@ def test_a_message_takes_its_time_and_its_sender_none() -> None:
 def test_what_is_shared_and_what_is_each_ranks_own() -> None:
     """1,000 workers have memory for their own tensors only: nobody keeps one beyond the call, also not for a handle that waits."""
 
-    def program(group: SimGroup, _: Timeline) -> Any:
+    def program(group: SimGroup, _: Timeline) -> list[float]:
         own = group.allocate(3, torch.float32)
         mine = group.share(own, 1)
         assert (mine.data_ptr() == own.data_ptr()) == (group.rank == 1)
         group.barrier()
         mine[group.rank] = 1.0 + group.rank
-        rows = group.all_gather(torch.tensor([float(group.rank)]))
-        seen = rows.reshape(-1).tolist()
-        rows.fill_(99.0)
         tensor = torch.ones(10)
         kept = weakref.ref(tensor)
         handle = group.start_mean_(tensor)
@@ -174,9 +171,10 @@ def test_what_is_shared_and_what_is_each_ranks_own() -> None:
         gc.collect()
         assert kept() is None
         handle.wait()
-        return mine.tolist(), seen
+        result: list[float] = mine.tolist()
+        return result
 
-    assert in_group(3, program)[0] == [([1.0, 2.0, 3.0], [0.0, 1.0, 2.0])] * 3
+    assert in_group(3, program)[0] == [[1.0, 2.0, 3.0]] * 3
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
