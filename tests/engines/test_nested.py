@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from heard import Heard
 from typing_extensions import override
 
 from manyhands.data.leases import Segment
@@ -17,21 +18,6 @@ from manyhands.server.base import ServerSpec
 from manyhands.testing.threads import together
 from manyhands.worker import SoloDriverClient, Worker
 from refusals import all_refused
-
-
-class Listening(Observer):
-    def __init__(self, reason: str = "") -> None:
-        self.events: list[tuple[int | None, int]] = []
-        self.reason = reason
-
-    def event(self, event: Event) -> None:
-        self.events.append((event.rank, event.step))
-
-    def answer(self, event: Event) -> dict[str, Any]:
-        return {"stop": "asked"}
-
-    def stopping(self) -> str:
-        return self.reason
 
 
 class Outer(SoloDriverClient):
@@ -62,15 +48,15 @@ def test_each_rank_gets_its_own_value_in_its_place() -> None:
 
 def test_events_of_all_ranks_reach_the_first_at_collect() -> None:
     def program(worker: Worker) -> list[list[tuple[int | None, int]]]:
-        observer = Listening()
+        observer = Heard()
 
         def run(inner: Worker) -> list[list[tuple[int | None, int]]]:
             heard = []
             for step in (1, 2):
                 inner.emit("step", step=step)
-                heard.append(list(observer.events))
+                heard.append(observer.steps)
                 inner.driver.collect(inner.group)
-                heard.append(list(observer.events))
+                heard.append(observer.steps)
             return heard
 
         worker.driver = Outer()
@@ -84,7 +70,7 @@ def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank() -> None:
     """SIGTERM comes to whom it comes; it is obeyed at once, not at the next tenth of a second."""
     for rank in (0, 1):
         for launcher, own, expected in (("a", "", "a"), ("", "b", "b"), ("a", "b", "a"), ("", "", "")):
-            observer = Listening()
+            observer = Heard()
             line = NestedDriverClient(rank, InProcessDriverClient(observer, poll_s=0), Outer(launcher))
             assert line.should_stop() == launcher
             observer.reason = own
@@ -92,14 +78,14 @@ def test_the_launcher_and_this_process_may_ask_for_a_stop_on_any_rank() -> None:
 
 
 def test_a_question_goes_to_the_observer_and_rows_are_not_leased() -> None:
-    line = NestedDriverClient(0, InProcessDriverClient(Listening()), Outer())
+    line = NestedDriverClient(0, InProcessDriverClient(Heard(stop="asked")), Outer())
     assert line.ask(Event(type="epoch")) == {"stop": "asked"}
     with pytest.raises(Unsupported, match="at their own pace need an engine that starts the workers"):
         line.lease(Segment(epoch=0, first=0, until=1, parts=1), 0)
 
 
 def test_what_the_observer_raises_is_known_as_its_own() -> None:
-    class Full(Listening):
+    class Full(Observer):
         def event(self, event: Event) -> None:
             raise OSError("disk full")
 

@@ -1,11 +1,11 @@
 import sys
-from typing import Any
 
 import pytest
 import torch
+from heard import Heard
 
 from manyhands.engines import single_process
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
 from manyhands.engines.single_process import InProcessDriverClient
 from manyhands.errors import BadInput, PeerLost
@@ -53,25 +53,8 @@ def test_other_ends_pass() -> None:
 # -- the connection to a driver in this process
 
 
-class Counting(Observer):
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.polls = 0
-        self.reason = ""
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def answer(self, event: Event) -> dict[str, Any]:
-        return {"step": event.step}
-
-    def stopping(self) -> str:
-        self.polls += 1
-        return self.reason
-
-
 def test_the_observer_is_asked_ten_times_a_second_and_a_reason_to_stop_stays() -> None:
-    observer, now = Counting(), 0.0
+    observer, now = Heard(step=2), 0.0
     line = InProcessDriverClient(observer, clock=lambda: now)
     line.emit(Event(type="step", step=1))
     assert line.ask(Event(type="lease", step=2)) == {"step": 2}

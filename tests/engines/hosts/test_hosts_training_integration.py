@@ -1,4 +1,4 @@
-"""train(), predict() and loops of one's own over two "hosts" of one machine: what another way of travelling could change."""
+"""train() and predict() over two "hosts" of one machine: what another way of travelling could change."""
 
 import json
 import os
@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials")]
 TWO: dict[str, Any] = {"workers": 2, "threads_per_worker": 1}
 
 
-def train(given: mh.Task, strategy: str, *, tls: bool = True, faults: str = "", **options: Any) -> mh.Run:
+def train(given: mh.Task, strategy: str, *, tls: bool = True, **options: Any) -> mh.Run:
     """One worker here, and one that joins."""
-    run = Run(Hosts(local_workers=1, tls=tls, faults=faults), joined_by(1, tls=tls))
+    run = Run(Hosts(local_workers=1, tls=tls), joined_by(1, tls=tls))
     fields = {"engine": run.engine, "strategy": strategy, **TWO, **options}
     return run.during(lambda: mh.train(given, **fields))
 
@@ -77,7 +77,7 @@ def test_a_primary_is_killed_while_a_worker_of_another_host_pushes(monkeypatch: 
     assert result.rows == wanted.rows
 
 
-# -- loops of one's own, predictions, and shards of data ---------------------------------------------------------------
+# -- predictions, and shards of data ---------------------------------------------------------------------------------------
 
 
 ROWS, BLOCKS = 400, 8

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
+from heard import Heard
 
 import manyhands as mh
 import plain
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.fault_injector import FaultInjector
 from manyhands.engines.faults import Fault, Faults
 from manyhands.engines.local.engine import Local
@@ -83,17 +84,9 @@ def test_a_pause_changes_no_bit(local: Local) -> None:
     assert torch.equal(plain_run.parameters, run.parameters)
 
 
-class Watching(Observer):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def event(self, event: Event) -> None:
-        self.seen.append(event.values.get("fault") or event.values.get("message") or event.type)
-
-
 def test_faults_at_a_time(local: Local) -> None:
     """The worker sees its clock jump while it stands still; a shard dies."""
-    observer = Watching()
+    observer = Heard()
 
     def program(worker: Worker) -> float:
         before, longest = time.perf_counter(), 0.0
@@ -112,7 +105,7 @@ def test_faults_at_a_time(local: Local) -> None:
     spec = LaunchSpec(workers=2, server=ServerSpec(rule="add"), observer=observer, timeout_s=20)
     with pytest.raises(mh.WorkerFailed, match="server shard 0 .*was killed by signal 9"):
         Local(faults="kill=shard0@0.2s").launch(lambda worker: wait_until(lambda: False), spec)
-    assert observer.seen == ["pause=1@0.5s+0.4", "kill=shard0@0.2s"]
+    assert [event.values["fault"] for event in observer.events] == ["pause=1@0.5s+0.4", "kill=shard0@0.2s"]
 
 
 def test_what_cannot_be_is_refused(nothing_starts: None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from driver_script import wait_until
+from heard import Heard
 from joined_run import lives, one_leaves
 
 from manyhands.engines.base import LaunchSpec, Observer
@@ -71,18 +72,6 @@ def test_a_worker_that_finishes_first_leaves_its_peers_at_work(local: Local) -> 
     assert local.launch(one_leaves, LaunchSpec(workers=3, timeout_s=30)) == [0.0, 1.0, 5.0]
 
 
-class Recorder(Observer):
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def event(self, event: Event) -> None:
-        self.seen.append((event.rank, event.type, event.step, event.values))
-
-    def answer(self, event: Event) -> dict[str, Any]:
-        self.event(event)
-        return {}
-
-
 @pytest.mark.slow
 def test_a_slow_observer_is_no_hang_and_one_that_raises_ends_the_run(local: Local) -> None:
     class Slow(Observer):
@@ -138,7 +127,7 @@ def test_our_own_errors_come_as_they_were_and_a_lost_peer_without_a_cause_is_tol
 
 def test_the_cause_is_told_not_the_peers_that_it_took_along(local: Local) -> None:
     """CASE 28: children of workers end with the run, also those of one that dies; they hold no line of the worker's open."""
-    recorder = Recorder()
+    heard = Heard()
 
     def program(worker: Worker) -> None:
         child = multiprocessing.get_context("fork").Process(target=forever, daemon=True)
@@ -149,10 +138,10 @@ def test_the_cause_is_told_not_the_peers_that_it_took_along(local: Local) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
         worker.group.barrier()
 
-    error = fails(local, program, two(observer=recorder))
+    error = fails(local, program, two(observer=heard))
     assert error.rank == 1
     assert "killed by signal 9 (SIGKILL" in str(error)
-    children = [values["pid"] for *_, values in recorder.seen]
+    children = [event.values["pid"] for event in heard.asked]
     assert len(children) == 2
     wait_until(lambda: not any(map(lives, children)))
 
@@ -196,7 +185,7 @@ def test_a_hang_shows_every_stack(local: Local) -> None:
             ctypes.PyDLL(None).sleep(60)
         forever()
 
-    error = fails(local, program, two(timeout_s=2.5, observer=Recorder()))
+    error = fails(local, program, two(timeout_s=2.5, observer=Heard()))
     assert (error.rank, error.phase, error.step) == (1, "compute", 7)
     first, second = error.detail.split("worker 1:")
     assert "in forever" in first

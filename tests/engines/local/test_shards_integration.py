@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from heard import Heard
 from joined_run import lives
-from typing_extensions import override
 
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec
 from manyhands.engines.local.engine import Local
 from manyhands.errors import UnknownName, WorkerFailed
-from manyhands.events import Event
 from manyhands.server.base import ServerSpec
 from manyhands.worker import Worker
 from refusals import all_refused
@@ -79,12 +78,7 @@ def test_an_unknown_rule_is_an_error_of_the_users_and_one_that_cannot_be_split_h
 
 def test_a_killed_shard_is_named_and_nothing_is_left(local: Local) -> None:
     """CASES 21, 28: the workers' lost peer is not the cause."""
-    pids: list[int] = []
-
-    class Ear(Observer):
-        @override
-        def event(self, event: Event) -> None:
-            pids.extend(event.values["pids"])
+    heard = Heard()
 
     def program(worker: Worker) -> None:
         counts(worker)
@@ -96,9 +90,10 @@ def test_a_killed_shard_is_named_and_nothing_is_left(local: Local) -> None:
         counts(worker, ticks=1_000_000)
 
     with pytest.raises(WorkerFailed, match=r"^server shard \d on \S+ was killed by signal 9 \(SIGKILL") as raised:
-        local.launch(program, served(servers=2, observer=Ear()))
+        local.launch(program, served(servers=2, observer=heard))
     assert raised.value.rank in (-1, -2)
-    assert len(set(pids)) == 4
+    pids = {pid for event in heard.events for pid in event.values["pids"]}
+    assert len(pids) == 4
     assert not any(map(lives, pids))
 
 

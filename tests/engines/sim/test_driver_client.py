@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from heard import Heard
 from sim_world import run
 
 from manyhands.data.leases import End, Lease, Segment
-from manyhands.engines.base import Observer
 from manyhands.engines.sim.compute import Compute, ComputeSpeed
 from manyhands.engines.sim.driver_client import LeaseServer, SimDriverClient, backward_in_turn
 from manyhands.engines.sim.timeline import Timeline
@@ -19,18 +19,9 @@ SEGMENT = Segment(epoch=0, first=0, until=3, parts=2)
 ALONE = Segment(epoch=0, first=0, until=30, parts=2, rank0_warmup_ticks=20)
 
 
-class Asked(Observer):
-    """Wants a stop as soon as it is told to."""
-
-    reason = ""
-
-    def stopping(self) -> str:
-        return self.reason
-
-
 class World:
     def __init__(self, compute: str = "row=1", workers: int = 2) -> None:
-        self.timeline, self.observer = Timeline(), Asked()
+        self.timeline, self.observer = Timeline(), Heard()
         speeds = Compute.parse(compute)
         self.lease_server = LeaseServer(self.timeline, self.observer, speeds.lease)
         ranks = range(workers)
