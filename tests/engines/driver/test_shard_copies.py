@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from scripted_hosts import Scripted
 
 from manyhands.engines.driver.shard_copies import PATIENCE_S, ShardCopies
-
-
-class Host:
-    """All processes are here; what is sent to them is kept."""
-
-    host = "alpha"
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, dict[str, Any]]] = []
-        self.connected: list[tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = []
-
-    def send(self, process_index: int, body: dict[str, Any]) -> None:
-        self.sent.append((process_index, body))
-
-    def connect(self, first: tuple[int, dict[str, Any]], second: tuple[int, dict[str, Any]]) -> None:
-        self.connected.append((first, second))
 
 
 class Shards(ShardCopies):
     """Of one shard with two copies, processes -1 and -2, unless said otherwise; workers 0 and 1."""
 
     def __init__(self, shards: int = 1, copies: int = 2) -> None:
-        self.host, self.did, self.told_closed = Host(), list[Any](), list[Any]()
+        self.host, self.did, self.told_closed = Scripted("alpha", []), list[Any](), list[Any]()
         hosts: Any = dict.fromkeys(range(-4, 3), self.host)
         super().__init__(
             shards,
@@ -53,7 +39,6 @@ class Shards(ShardCopies):
 
     def forget(self) -> Shards:
         self.host.sent.clear()
-        self.host.connected.clear()
         self.did.clear()
         return self
 
@@ -65,15 +50,14 @@ class Shards(ShardCopies):
 
     def views(self) -> list[tuple[int, int, int | None, int | None]]:
         """(who is told, primary, backup, recruit)"""
-        orders = [*self.host.sent, *(end for pair in self.host.connected for end in pair)]
-        found = [(index, body["view"]) for index, body in orders if body["type"] == "view"]
+        found = [(index, body["view"]) for index, body in self.host.sent if body["type"] == "view"]
         told = ((index, view["primary"], view["backup"], view["recruit"]) for index, view in found)
         return sorted(told, key=lambda one: one[0])
 
     def workers(self, now: float = 0.0) -> list[tuple[int, int, int]]:
         """(worker id, view, the process that it is connected to) by then."""
         self.act(now)
-        return [(a, body["view"], b) for (a, body), (b, _) in self.host.connected if body["type"] == "connected"]
+        return [(a, body["view"], b) for (a, body), (b, _) in pairwise(self.host.sent) if body["type"] == "connected"]
 
 
 def test_a_backup_takes_the_lost_primarys_place_and_a_new_copy_is_started() -> None:
@@ -160,7 +144,7 @@ def test_a_lost_worker_is_fenced_at_all_shards_before_another_takes_its_place(nu
         shards.connection_closed(-1 - shard, 1, 7 + shard, 2)
     shards.act(9.0)
     assert shards.told_closed == [(1, [7, 8][:number], [2, 2][:number])]
-    assert shards.host.connected[0][0][1] == {"type": "connected", "view": 0, "process": 1, "address": None}
+    assert shards.host.sent[-2][1] == {"type": "connected", "view": 0, "process": 1, "address": None}
 
 
 def test_a_new_primary_is_told_whom_to_fence() -> None:
@@ -183,7 +167,7 @@ def test_all_copies_are_told_the_end() -> None:
 
 
 def test_workers_of_other_hosts_are_told_where_the_primary_listens() -> None:
-    shards, beta = Shards().complete(), Host()
+    shards, beta = Shards().complete(), Scripted("beta", [])
     shards._host_of = {**shards._host_of, 1: beta}  # type: ignore[dict-item]
     shards.connect(1, 0, 0.0)
     shards.act(0.0)
@@ -192,4 +176,4 @@ def test_workers_of_other_hosts_are_told_where_the_primary_listens() -> None:
     shards.act(0.0)
     answer = {"type": "connected", "view": 1, "process": 0, "address": ["10.0.0.1", 7000]}
     assert beta.sent == [(1, answer)]
-    assert shards.host.connected == []
+    assert shards.host.sent == []

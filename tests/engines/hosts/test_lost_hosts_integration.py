@@ -30,10 +30,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("credentials", "nothing_
 
 
 def train(layout: Sequence[int], faults: str = "", **options: Any) -> mh.Run:
-    """So many workers here, and so many of each host that joins."""
+    """So many workers here, and so many of each host that joins. task: changes of the task."""
+    task = plain.task(epochs=EPOCHS, validation_data=plain.rows(12), **options.pop("task", {}))
     run = Run(Hosts(local_workers=layout[0], faults=faults), joined_by(*layout[1:]))
     fields = {"engine": run.engine, "workers": sum(layout), "threads_per_worker": 1, "survive": SURVIVE, **options}
-    return run.during(lambda: mh.train(plain.task(epochs=EPOCHS, validation_data=plain.rows(12)), **fields))
+    return run.during(lambda: mh.train(task, **fields))
 
 
 @pytest.mark.parametrize(
@@ -84,16 +85,8 @@ def test_a_peer_dies_while_others_form_a_group_with_it(
 ) -> None:
     """Nobody waits for the end of a timeout, here of 200 s."""
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
-    run = Run(Hosts(local_workers=1), joined_by(1, 1))
-    task = plain.task(epochs=EPOCHS, model=partial(dying, connecting))
-    fields: dict[str, Any] = {
-        "engine": run.engine,
-        "workers": 3,
-        "threads_per_worker": 1,
-        "survive": SURVIVE,
-        "timeout_s": 200,
-    }
-    check_trained(run.during(lambda: mh.train(task, **fields)), alone, [(1, "death")])
+    run = train([1, 1, 1], task={"model": partial(dying, connecting)}, timeout_s=200)
+    check_trained(run, alone, [(1, "death")])
 
 
 # -- a whole host ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sim_world import run
 
-from manyhands.engines.sim.timeline import Killed, SimProgram, Timeline
+from manyhands.engines.sim.timeline import SimProgram, Timeline
 
 
 def test_ties_are_drawn_by_the_seed() -> None:
@@ -27,26 +27,6 @@ def test_ties_are_drawn_by_the_seed() -> None:
     assert log[:8] != log[8:16], "the same order at every tie: drawn once only"
 
 
-def test_a_cell_wakes_who_waits_at_the_time_when_it_is_set() -> None:
-    timeline = Timeline()
-    cell, failing = timeline.cell(), timeline.cell()
-    timeline.at(1.0, lambda: failing.fail(ValueError("no")))
-
-    def waits() -> Any:
-        with pytest.raises(ValueError, match="no"):
-            timeline.wait(failing)
-        return timeline.now, timeline.wait(cell), timeline.now
-
-    def sets() -> Any:
-        timeline.sleep(2.0)
-        cell.set("first")
-        cell.set("second")
-        timeline.sleep(1.0)
-        return timeline.wait(cell), timeline.now
-
-    assert run(timeline, [waits, sets]) == [(1.0, "first", 2.0), ("first", 3.0)]
-
-
 def test_what_is_cancelled_takes_no_time() -> None:
     timeline, log = Timeline(), list[Any]()
     due = timeline.at(5.0, lambda: log.append("cancelled"))
@@ -56,37 +36,6 @@ def test_what_is_cancelled_takes_no_time() -> None:
     while timeline.advance():
         pass
     assert (log, timeline.now) == (["happened"], 1.0)
-
-
-def test_kill_runs_finally_blocks_and_is_no_error() -> None:
-    """Who is killed before it begins never runs; nor is the dead woken by what it waited for."""
-    timeline, log, ended = Timeline(), [], []
-    cell = timeline.cell()
-
-    def victim() -> None:
-        try:
-            timeline.wait(cell)
-        except Exception:  # noqa: BLE001 - none comes: Killed is no error
-            log.append("caught")
-        finally:
-            log.append(timeline.is_dead)
-            with pytest.raises(Killed):
-                timeline.sleep(1.0)
-            log.append("did not wait")
-
-    program, late = timeline.start(0, victim), timeline.start(1, lambda: log.append("ran"), at=5.0)
-    timeline.start(2, lambda: timeline.sleep(4.5))
-    timeline.at(3.0, program.kill)
-    timeline.at(4.0, lambda: cell.set(1))
-    timeline.at(4.2, late.kill)
-    timeline.on_end = ended.append
-    timeline.run()
-    assert log == [True, "did not wait"]
-    for one in (program, late):
-        assert (one.killed, one.ended, one.error) == (True, True, None)
-    assert ended[:2] == [program, late]
-    assert timeline.now == 4.5
-    assert not timeline.is_dead
 
 
 def test_an_interrupt_of_the_cleanup_still_restores_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
