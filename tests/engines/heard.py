@@ -14,6 +14,7 @@ class Heard(Observer):
     def __init__(self, reason: str = "", **answer: Any) -> None:
         self.events: list[Event] = []
         self.asked: list[Event] = []
+        self.log: list[Event] = []  # both, in order
         self.reason, self.reply, self.polls = reason, answer, 0
 
     @property
@@ -24,10 +25,12 @@ class Heard(Observer):
     @override
     def event(self, event: Event) -> None:
         self.events.append(event)
+        self.log.append(event)
 
     @override
     def answer(self, event: Event) -> dict[str, Any]:
         self.asked.append(event)
+        self.log.append(event)
         return self.reply
 
     @override

@@ -1,14 +1,12 @@
-"""For tests of drivers without a process: hosts that send what the test gives them, and an observer that writes down."""
+"""For tests of drivers without a process: hosts that send what the test gives them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
 
-from manyhands.engines.base import Observer
 from manyhands.engines.driver.host_processes import HostProcesses
 from manyhands.errors import WorkerFailed
-from manyhands.events import Event
 
 
 class Scripted(HostProcesses):
@@ -89,24 +87,3 @@ class Scripted(HostProcesses):
         for process_index in self.process_indices:
             self.says(process_index, "lost", why=why, phase="x", step=0)
         return not self.own
-
-
-class Writing(Observer):
-    """Keeps what happens, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.reason = ""
-
-    @override
-    def event(self, event: Event) -> None:
-        self.log.append((event.rank, event.step))
-
-    @override
-    def answer(self, event: Event) -> dict[str, Any]:
-        self.log.append("asked")
-        return {"step": event.step}
-
-    @override
-    def stopping(self) -> str:
-        return self.reason

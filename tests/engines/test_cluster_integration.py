@@ -107,12 +107,6 @@ def test_bad_input_says_whose_it_is(local: Local) -> None:
     assert raised.value.__notes__[0].startswith("raised by ps 0 on ")
 
 
-def test_one_process_alone_is_the_callers(local: Local) -> None:
-    found = local.run(lambda cluster: (os.getpid(), cluster.is_chief, os.environ["WORLD_SIZE"]), workers=1)
-    assert found == {"worker": [(os.getpid(), True, "1")]}
-    assert "WORLD_SIZE" not in os.environ
-
-
 @pytest.mark.slow
 def test_tensorboard_beside_the_chief(local: Local, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Alone, as long as the run takes, at the address that is told."""

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_hosts import Scripted, Writing
+from heard import Heard
+from scripted_hosts import Scripted
 from typing_extensions import override
 
 from manyhands.data.row_pieces import RowPiece
 from manyhands.engines.base import LaunchSpec, Observer
-from manyhands.engines.driver.driver import Driver, Rendezvous
+from manyhands.engines.driver.driver import Driver
 from manyhands.engines.driver.host_processes import process_indices_of
 from manyhands.engines.faults import Faults
 from manyhands.errors import ManyhandsError, WorkerFailed
@@ -28,7 +29,7 @@ class Run:
 
     def __init__(self, servers: int = 1) -> None:
         self.now = 0.0
-        self.observer = Writing()
+        self.observer = Heard(step=9)
         spec = LaunchSpec(
             workers=3, server=ServerSpec(rule="add"), servers=servers, observer=self.observer, timeout_s=10.0
         )
@@ -119,7 +120,8 @@ def test_leases_are_answered_before_events_are_written_and_questions_after() -> 
     run.beat("compute", 0.0, 1, events=[vars(Event(type="step", rank=1, step=4))])
     assert (len(run.lease(1)), run.observer.log) == (1, [])
     run.say(0, "ask", event=vars(Event(type="epoch", step=9)))
-    assert run.observer.log == [(1, 4), "asked"]
+    assert run.observer.steps == [(1, 4)]
+    assert run.observer.log == [*run.observer.events, *run.observer.asked]
     assert run.alpha.sent == [(0, {"type": "answer", "value": {"step": 9}})]
 
 
@@ -131,10 +133,6 @@ def test_who_meets_gets_everybodys_value_in_the_order_agreed() -> None:
     met = {"type": "complete", "name": "ring", "values": [[1, 2], None, "port 3"]}
     assert run.alpha.sent == [(0, met)]
     assert run.beta.sent == [(2, met), (-1, met)]
-    rendezvous = Rendezvous()  # meetings of other names are apart, and names may be used again
-    arrivals = [(0, "a", 1), (1, "b", 2), (1, "a", 3), (0, "a", 4), (1, "a", 5)]
-    met_values = [rendezvous.arrive(who, name, [0, 1], value) for who, name, value in arrivals]
-    assert met_values == [None, None, [1, 3], None, [4, 5]]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -235,7 +233,7 @@ def test_a_fault_that_nobody_planned_ends_nothing() -> None:
         run.driver._inject_faults()
         assert [host.did for host in (run.alpha, run.beta)] == [[], []]
         run.driver._tell_unfired()
-        assert run.observer.log == [(0, 0)]
+        assert run.observer.steps == [(0, 0)]
 
 
 def test_rows_that_cannot_be_read_name_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +242,6 @@ def test_rows_that_cannot_be_read_name_their_worker(monkeypatch: pytest.MonkeyPa
     def unreadable(observer: Observer, piece: RowPiece) -> None:
         raise FrameError("nonsense")
 
-    monkeypatch.setattr(Writing, "take_rows", unreadable)
+    monkeypatch.setattr(Heard, "take_rows", unreadable)
     with pytest.raises(WorkerFailed, match="worker 2 on beta sent rows that cannot be read: nonsense"):
         Run().say(2, "rows", number=0, part=0, last=True, parts=0, rows=1, data=b"nonsense")

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-from scripted_hosts import Scripted, Writing
+from heard import Heard
+from scripted_hosts import Scripted
 from typing_extensions import override
 
 from manyhands.engines.base import LaunchSpec
@@ -24,7 +25,7 @@ class Run:
 
     def __init__(self) -> None:
         self.now = 0.0
-        spec = LaunchSpec(workers=4, observer=Writing(), timeout_s=60.0, survive=Survive(max_losses=9))
+        spec = LaunchSpec(workers=4, observer=Heard(), timeout_s=60.0, survive=Survive(max_losses=9))
         self.alpha, self.beta = Scripted("alpha", [0, 1]), Scripted("beta", [2, 3])
         self.alpha.own = True
         self.hosts = {0: self.alpha, 1: self.alpha, 2: self.beta, 3: self.beta}
@@ -249,7 +250,7 @@ class Served:
     def __init__(self, silence_s: float = 10.0) -> None:
         self.now, self.host = 0.0, Scripted("alpha", [0, 1, -1, -2])
         survive = Survive(copies=2, silence_s=silence_s)
-        spec = LaunchSpec(workers=2, server=ServerSpec(rule="add"), observer=Writing(), timeout_s=60.0, survive=survive)
+        spec = LaunchSpec(workers=2, server=ServerSpec(rule="add"), observer=Heard(), timeout_s=60.0, survive=survive)
         self.driver = ElasticDriver([self.host], spec, clock=lambda: self.now)
         for index in (0, 1, -1, -2):
             self.host.says(index, "started")

@@ -9,7 +9,6 @@ from manyhands.engines.driver.run_monitor import (
     Hung,
     ProcessFinished,
     RunMonitor,
-    how_it_ended,
 )
 
 FINISHED = ProcessFinished()
@@ -34,15 +33,6 @@ def told(monitor: RunMonitor, now: float) -> Failure:
 
 
 # -- the end, and failures ---------------------------------------------------------------------------------------------
-
-
-def test_how_it_ended() -> None:
-    for status, words in (
-        (0, "exit code 0 before it returned"),
-        (-9, "SIGKILL; if nobody killed it"),
-        (-64, "signal 64"),
-    ):
-        assert words in how_it_ended(status)
 
 
 def test_a_lost_peer_waits_for_the_root_cause_and_the_first_error_wins() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.engines.local.fork_client import Spawner
 from manyhands.engines.local.messages import ControlMessage, ControlSocket
-from manyhands.engines.local.processes import LocalProcesses, tidy
+from manyhands.engines.local.processes import LocalProcesses
 from manyhands.engines.local.serialization import serialize
 from manyhands.errors import ManyhandsError
 
@@ -122,30 +122,3 @@ def test_signals_are_for_workers_and_stacks_for_all(forked: Forked, host: LocalP
     assert host.stacks() == {0: "", 1: "", -1: ""}
     assert forked.signals == [([0, 1], signal.SIGTERM), ([0, 1, -1], signal.SIGUSR1)]
     assert forked.shared == {"threads": 3, "process_indices": [0, 1, -1]}
-
-
-DUMP = """\
-Thread 0x1 (most recent call first):
-  File "src/manyhands/engines/local/heartbeat.py", line 93 in _serve
-  File "threading.py", line 982 in run
-
-Thread 0x2 (most recent call first):
-  File "loader.py", line 3 in fetch
-
-Current thread 0x3 (most recent call first):
-  File "mine.py", line 7 in program
-  File "src/manyhands/engines/local/child.py", line 144 in _value
-  File "src/manyhands/engines/local/fork_server.py", line 123 in _receive
-
-Extension modules: numpy, torch (total: 2)
-"""
-
-
-def test_stacks_show_the_program_and_its_own_threads() -> None:
-    assert tidy(DUMP) == (
-        "Thread 0x2 (most recent call first):\n"
-        '  File "loader.py", line 3 in fetch\n'
-        "\n"
-        "Current thread 0x3 (most recent call first):\n"
-        '  File "mine.py", line 7 in program'
-    )

@@ -27,7 +27,6 @@ from manyhands.errors import BadInput, PeerLost, Unsupported, WorkerFailed
 from manyhands.events import Event
 from manyhands.own_loop.launch import launched_strategy, run_script
 from manyhands.replica.replica import Replica
-from manyhands.server.base import ServerSpec
 from manyhands.testing.engine_suite import ENGINE_SUITE
 from manyhands.worker import Worker, current
 from plain import cross_entropy, flat, mlp, rows, task
@@ -235,15 +234,6 @@ def test_a_dead_shard_ends_the_run_by_name_and_one_that_comes_back_costs_time_al
         assert late.seconds == pytest.approx(plain.seconds + 3.5), what  # asked at 4 s, answered at 7.5 s
     with pytest.raises(PeerLost, match="shard 1.*is gone"):
         train(f"{SECOND_A_ROW},faults='kill=shard1@10s'", "downpour", servers=2)
-    heard: list[str] = []
-
-    class Ear(Observer):
-        def event(self, event: Event) -> None:
-            heard.append(event.values.get("message", event.type))
-
-    plan = LaunchSpec(workers=1, server=ServerSpec(rule="add"), observer=Ear())
-    Sim(compute="row=1", faults="kill=shard0@1s,pause=shard0@2s+1").launch(lambda w: w.driver.computed(5), plan)
-    assert [message.partition(" did not")[0] for message in heard] == ["fault", "faults: pause=shard0@2s+1"]
 
 
 # -- stopping, resuming, keeping -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 from sim_world import Changes
 
 import manyhands as mh
-from manyhands.server.client import ShardLost
 from manyhands.server.replication.log import Copy, OutOfOrder
 from manyhands.server.replication.views import ShardView
 
@@ -77,13 +76,6 @@ def test_a_copy_has_its_price_and_each_shard_its_own_copies() -> None:
     assert sum(run.info["faults"].values()) == 2
     assert torch.equal(run.parameters, alone.parameters)
     assert run.seconds > alone.seconds + 2 * 0.02 * EPOCHS * TICKS
-
-
-def test_a_lost_shard_ends_the_run() -> None:
-    with pytest.raises(ShardLost, match="server shard 0"):
-        train("kill=shard0@0.4s", "downpour", "max_losses=any")
-    with pytest.raises(ShardLost, match=r"server shard 0 has no copy left.*--resume"):
-        train("kill=shard0@0.5s,kill=backup0@0.5s", "downpour:bound=0")
 
 
 def test_what_only_one_of_two_shards_has_of_a_lost_workers_push_is_counted_and_not_repeated() -> None:
