@@ -1,6 +1,5 @@
 """The sockets between a worker and its driver, and what a worker says over them."""
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from manyhands.comm.solo import SoloGroup
 from manyhands.data.leases import End, Lease, Segment
 from manyhands.engines.local.heartbeat import ProcessDriverClient
-from manyhands.engines.local.messages import Closed, ControlSocket, Status, create_status_page
+from manyhands.engines.local.messages import Closed, ControlSocket
 from manyhands.errors import ManyhandsError
 from manyhands.events import Event
 
@@ -41,19 +40,6 @@ def test_messages_arrive_in_order_whatever_their_size_and_before_the_end(sockets
     assert b.hung_up()
     with pytest.raises(Closed):
         b.receive()
-
-
-def test_what_one_mapping_of_a_status_page_writes_another_reads() -> None:
-    fd = create_status_page()
-    ours, theirs = Status(fd), Status(fd)
-    os.close(fd)
-    assert theirs.read() is None
-    ours.write("compute", 7)
-    assert theirs.read() == ("compute", 7)
-    ours.write("a phase of somebody's own that has a name beyond all measure", 2**40)
-    assert theirs.read() == ("a phase of somebody's own that has a nam", 2**40)
-    ours.close()
-    theirs.close()
 
 
 class Pair:

@@ -10,7 +10,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
 from typing import Any
@@ -19,11 +19,12 @@ import numbered_rows
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 import manyhands as mh
 from chaos import expect, first_broken, keeps
 from manyhands.data.slice_ledger import SliceLedger
-from manyhands.engines.base import LaunchSpec, Observer
+from manyhands.engines.base import LaunchSpec, Observer, PassingObserver
 from manyhands.engines.sim import engine as sim_engine
 from manyhands.engines.sim.elastic import ElasticSimulation
 from manyhands.engines.sim.shard import SimShard
@@ -185,32 +186,28 @@ def _fault_of_copies(draw: random.Random, workers: int) -> str:
 WORLDS: list[Any] = []  # the simulations that `check` makes
 
 
-@dataclass
-class Seen(Observer):
-    """Passes on all that the run's observer is asked, and keeps what is checked."""
+class Seen(PassingObserver):
+    """Keeps what is checked."""
 
-    plain: Observer
-    members: dict[int, int] = field(default_factory=dict)  # by global batch: how many go on from there
-    faults: Counter[str] = field(default_factory=Counter)
-    losses: Counter[str] = field(default_factory=Counter)  # by cause
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(observer)
+        self.members: dict[int, int] = {}  # by global batch: how many go on from there
+        self.faults: Counter[str] = Counter()
+        self.losses: Counter[str] = Counter()  # by cause
 
+    @override
     def event(self, event: Event) -> None:
         if event.type == "fault":
             self.faults[event.values["fault"].partition("=")[0]] += 1
         if event.type == "change" and event.values["kind"] == "lost":
             self.losses[event.values["cause"]] += 1
-        self.plain.event(event)
+        super().event(event)
 
-    def own_event(self, event: Event) -> None:
-        self.plain.own_event(event)
-
+    @override
     def answer(self, event: Event) -> dict[str, Any]:
         if event.type == "membership":
             self.members[event.tick] = event.values["workers"]
-        return self.plain.answer(event)
-
-    def stopping(self) -> str:
-        return self.plain.stopping()
+        return super().answer(event)
 
 
 class SeenSimulation(Simulation):
