@@ -4,24 +4,21 @@ from typing import Any
 
 import torch
 from driver_script import wait_until
+from heard import Heard
 
 from manyhands.data.row_pieces import RowPiece
-from manyhands.engines.base import Observer
 from manyhands.events import Event
 from manyhands.testing.engine_suite import GROUP_CHECKS
 from manyhands.testing.group_suite import GROUP_SUITE
 
 
-class Listening(Observer):
+class Listening(Heard):
     """Answers questions, keeps events and rows, and asks for a stop when every worker is ready for it."""
 
     def __init__(self, workers: int) -> None:
-        self.events: list[Event] = []
+        super().__init__()
         self.pieces: list[RowPiece] = []
         self._workers = workers
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
 
     def answer(self, event: Event) -> dict[str, Any]:
         return {"heard": event.values["what"]}

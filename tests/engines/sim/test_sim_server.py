@@ -450,15 +450,3 @@ def test_a_restarted_worker_begins_anew() -> None:
     assert store.center.tolist() == [float(sum(1 + 100 * rank for rank in pushed))]
     assert pushed.count(1) == 3
     assert store._states[1].generation == 1
-
-
-def test_what_a_process_asked_before_it_was_restarted_is_forgotten() -> None:
-    """Its `begin` was under way: nobody must wait for it."""
-    world = World(BOUND_1, network="latency=5")
-    victim = world.start(0, lambda client, world: client.activate())
-    world.timeline.at(1.0, victim.kill)
-    world.timeline.at(2.0, lambda: world.servers.restart(0))
-    while world.timeline.advance():
-        pass
-    assert world.now == 5.0
-    assert world.servers.stores[0]._gate.active == []
