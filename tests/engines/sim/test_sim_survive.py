@@ -146,15 +146,6 @@ def test_what_a_loss_costs_in_virtual_time(task: mh.Task) -> None:
         assert back_s < run.goodput["absent_s"] < back_s + 2 * 0.1 + 0.05
 
 
-def test_a_run_that_cannot_go_on_says_why(task: mh.Task) -> None:
-    for faults, survive, words in (
-        ("kill=0@step:7,kill=1@step:7,kill=2@step:7", "max_losses=any", "no worker is left"),
-        ("kill=1@step:7", "max_losses=1,min_workers=3,replace=false,wait_s=20", "none joined within 20 s"),
-    ):
-        with pytest.raises(WorkerFailed, match=words):
-            train(task, faults, survive)
-
-
 def test_an_exception_is_a_loss_and_the_same_one_twice_is_the_programs(task: mh.Task, alone: mh.Run) -> None:
     raised: list[int] = []
 
@@ -197,14 +188,6 @@ def test_a_checkpoint_that_is_not_whole_is_dropped(task: mh.Task, alone: mh.Run,
     if fault.startswith("disk"):
         (warning,) = run.info["warnings"]
         assert "worker 1: No space left on device" in warning
-
-
-def test_the_error_names_whose_gradient_is_not_finite(task: mh.Task) -> None:
-    with pytest.raises(mh.ManyhandsError, match="own gradient of worker 1 alone is not finite"):
-        train(task, "nan=1@step:4")
-    run = train(task, "nan=1@step:4", nonfinite="skip")
-    assert run.info["faults"] == {"nan=1@step:4": 1}
-    assert run.rows["unused"] == BATCH
 
 
 # -- a link between hosts is cut -----------------------------------------------------------------------------------------
