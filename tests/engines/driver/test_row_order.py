@@ -67,15 +67,6 @@ def test_an_end_within_a_number_says_nothing_of_what_comes_before_it() -> None:
     assert numbers(order, number=0) == [0, 1]
 
 
-def test_a_place_that_was_taken_is_refused() -> None:
-    order = RowOrder()
-    for number in (0, 2):
-        order.add(RowPiece(number=number))
-    for again in (0, 2):
-        with pytest.raises(ValueError, match=f"rows of number {again}, part 0, that came before"):
-            order.add(RowPiece(number=again))
-
-
 def test_absurd_numbers_take_no_time() -> None:
     order = RowOrder()
     order.add(RowPiece(number=1 << 60))

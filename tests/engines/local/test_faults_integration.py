@@ -72,18 +72,6 @@ def test_a_stopped_worker_is_blamed_where_all_meet(local: Local) -> None:
     assert (raised.value.rank, raised.value.phase) == (1, "validation")
 
 
-@pytest.mark.slow
-def test_a_pause_changes_no_bit(local: Local) -> None:
-    seen = Seen()
-    run = train("pause=1@step:5+0.3,pause=0@step:7:commit+0.1,kill=1@step:99", seen, workers=2)
-    assert run.info["faults"] == {"pause=1@step:5+0.3": 1, "pause=0@step:7:commit+0.1": 1}
-    assert sorted(seen.faults) == [("pause=0@step:7:commit+0.1", 0, 7), ("pause=1@step:5+0.3", 1, 5)]
-    assert "kill=1@step:99 did not happen" in run.info["warnings"][0]
-    plain_run = mh.train(plain.task(epochs=3), engine=local, workers=2)
-    assert "faults" not in plain_run.info
-    assert torch.equal(plain_run.parameters, run.parameters)
-
-
 def test_faults_at_a_time(local: Local) -> None:
     """The worker sees its clock jump while it stands still; a shard dies."""
     observer = Heard()

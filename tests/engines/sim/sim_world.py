@@ -29,10 +29,6 @@ class Changes(mh.Callback):
     def __init__(self) -> None:
         self.changes: list[tuple[str, str]] = []
 
-    @property
-    def messages(self) -> list[str]:
-        return [message for _, message in self.changes]
-
     def on_notice(self, event: mh.Event) -> None:
         if event.type == "change":
             self.changes.append((event.values["kind"], event.values["message"]))

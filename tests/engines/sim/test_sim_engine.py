@@ -100,6 +100,8 @@ def test_what_is_refused_before_anything_is_written_or_computed(tmp_path: Path) 
         (BadInput, "has 0 server shards", "faults=kill=shard0@1s", {}),
         (BadInput, "last worker of this run is 2", "compute='3=5x'", {}),
         (BadInput, "host3 does not exist", "network='link0-3=latency:1ms'", {}),
+        (BadInput, "the workers' hosts are host0 to host2", "faults='cut=host3@1s+3'", {}),
+        *((Unsupported, "survive", f"faults={fault}", {}) for fault in ("leave=1@step:2", "join=1@step:2", "mtbf=5s")),
         (Unsupported, "restarted worker cannot join", "faults='restart=1@step:99+1'", {}),
         (Unsupported, "parameter server can have drop, reorder", "faults='drop=0.1,reorder=0.1'", {}),
         (Unsupported, "computes on the CPU", "", {"device": "cuda"}),
@@ -206,6 +208,8 @@ def test_who_stands_still_for_too_long_ends_the_run() -> None:
         assert raised.value.rank == victim
     with pytest.raises(PeerLost, match="worker 1 .*did not come for 10 s"):
         train("compute='row=1,1=50x'", timeout_s=10.0)
+    with pytest.raises(PeerLost, match="is cut off"):
+        train(f"{SECOND_A_ROW},faults='cut=host1@7.5s+3'")
     with pytest.raises(PeerLost, match="worker 0 .*left the group"):
         launch(lambda worker: worker.group.barrier() if worker.rank else None)
 

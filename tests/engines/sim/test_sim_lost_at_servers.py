@@ -45,8 +45,8 @@ def test_with_copies_in_step_the_result_is_that_of_a_run_without_faults(strategy
         assert torch.equal(run.parameters, wanted.parameters), faults
         assert (run.rows["total"], run.losses) == (EPOCHS * ROWS, [])
         if faults != KILLS[0]:  # before anybody is let in it is only started again
-            assert "server shard 0 has one copy" in seen.messages[0]
-            assert seen.messages[-1] == "server shard 0 has 2 copies again"
+            assert "server shard 0 has one copy" in seen.changes[0][1]
+            assert seen.changes[-1][1] == "server shard 0 has 2 copies again"
 
 
 @pytest.mark.parametrize(

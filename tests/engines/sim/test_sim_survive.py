@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 import plain
-from manyhands.errors import PeerLost, Unsupported, WorkerFailed
+from manyhands.errors import WorkerFailed
 from manyhands.recording import event_log
 
 ROWS, BATCH, EPOCHS = 200, 39, 3
@@ -218,16 +218,6 @@ def test_the_same_pair_again_within_a_minute_parts_it(task: mh.Task, alone: mh.R
         assert lost["cause"] == "link"
         assert lost["worker_id"] in who
         assert run.generations == 3
-
-
-def test_what_without_survive_is_refused_or_ends_the_run(task: mh.Task) -> None:
-    for faults, error, words in (
-        ("cut=host1@0.75s+3", PeerLost, "is cut off"),
-        ("cut=host3@1s+3", mh.BadInput, "the workers' hosts are host0 to host2"),
-        *((faults, Unsupported, "survive") for faults in ("leave=1@step:2", "join=1@step:2", "mtbf=5s")),
-    ):
-        with pytest.raises(error, match=words):
-            mh.train(task, workers=3, engine=f"sim:{STEP_S},faults='{faults}'")
 
 
 # -- how long it takes -----------------------------------------------------------------------------------------------------

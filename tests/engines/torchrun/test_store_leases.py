@@ -1,11 +1,9 @@
 """Leases at the launcher's store: each slice once, whoever else writes meanwhile."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from threads import in_threads
 from torch.distributed import HashStore
 
 from manyhands.data.leases import End, Lease, Leases, Segment
@@ -35,15 +33,6 @@ class Interrupted:
             self.interrupted += 1
             self._other()
         return self._store.compare_set(key, before, after)
-
-
-def test_each_slice_goes_to_one_worker() -> None:
-    """Also after the first one's warmup."""
-    store, stretch = HashStore(), segment(until=40, rank0_warmup_ticks=4)
-    found = in_threads(3, lambda rank: all_of(StoreLeases(store, 20.0), rank, stretch))
-    counts = Counter(slice_ for taken, _ in found for slice_ in taken)
-    assert counts == Counter({(index, part): 1 for index in range(40) for part in range(3)})
-    assert [end for _, end in found] == [End(reason="", left=found[0][1].left)] * 3
 
 
 def test_two_who_reach_for_the_same_slice_get_different_ones() -> None:
