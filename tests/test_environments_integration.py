@@ -16,16 +16,13 @@ import textwrap
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from driver_script import MARK, MarkedProcess, wait_until
-from typer.testing import CliRunner, Result
 
 from control_groups import limited
-from manyhands.cli import commands
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 COMMAND = [sys.executable, "-c", "import manyhands.cli.commands; manyhands.cli.commands.main()"]
@@ -68,29 +65,14 @@ TASK = """
 """
 
 
-@dataclass
 class Place(MarkedProcess):
     """Folders of its own, and the processes started in them, found by a mark in their environment."""
 
-    root: Path
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self.root, self.mark, self.started = root, uuid.uuid4().hex, list[subprocess.Popen[str]]()
+        self.work, self.home, self.temporary = (root / name for name in ("work", "home", "temporary"))
         for folder in (self.work, self.home, self.temporary):
             folder.mkdir(parents=True)
-
-    @property
-    def work(self) -> Path:
-        return self.root / "work"
-
-    @property
-    def home(self) -> Path:
-        return self.root / "home"
-
-    @property
-    def temporary(self) -> Path:
-        return self.root / "temporary"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -324,55 +306,3 @@ def test_sigterm_and_resume_of_a_users_file_in_a_folder_of_many_odd_characters(p
     steps = sorted((event["tick"], event["rank"]) for event in events(folder, "step"))
     assert steps == [(number, rank) for number in range(tick + 2) for rank in (0, 1)]
     assert json.loads((folder / "result.json").read_text())["steps"] == tick + 2
-
-
-# Bad input: one line, exit code 2
-
-
-BAD = {
-    "mnist": "no task 'mnist'.*choose from digits, chars",
-    "digits --strategy ddp": "what others call ddp is 'allreduce' here",
-    "digits:epoch=8": "no option 'epoch' .did you mean 'epochs'",
-    "digits --engine slurm": "no engine 'slurm'.*choose from local, hosts, spark, sim, torchrun",
-    "nowhere.py:task": "no file 'nowhere.py'",
-    "broken.py:task": r"broken.py failed to import: ZeroDivisionError.*line 2",
-    "my_tasks.py:god": "my_tasks.py has no 'god' .did you mean 'good'",
-    "my_tasks.py:net": "not a manyhands.Task",
-    "my_tasks.py:vector --workers 2": "must return a tensor of one number",  # found by workers
-    "my_tasks.py:good --run-dir used": "run directory used exists: resume it",
-    "my_tasks.py:good --run-dir my_tasks.py": "run directory my_tasks.py is a file",
-    "my_tasks.py:good --batch-size 4 --batch-size-per-worker 2": "batch_size.*batch_size_per_worker",
-}
-
-
-TASKS = f"""
-{TASK}
-    good = task
-    vector = task().with_fields(loss=lambda model, batch: model(batch))
-    net = lambda: torch.nn.Linear(4, 1)
-"""
-
-
-def invoke(words: str) -> Result:
-    arguments = ["train", "--workers", "1", *shlex.split(words)]
-    return CliRunner().invoke(commands.app, arguments, prog_name="manyhands", env={"COLUMNS": "200", "NO_COLOR": "1"})
-
-
-def test_bad_input_is_one_clear_line_and_with_debug_a_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASE 20 among them: no name is taken for another; nothing of the user's is touched."""
-    monkeypatch.chdir(place.work)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    place.write("broken.py", "\ntask = 1 / 0\n")
-    place.write("my_tasks.py", TASKS)
-    place.write("used/notes.txt", "mine\n")
-    for words, says in BAD.items():
-        done = invoke(words)
-        assert (done.exit_code, done.stdout) == (2, ""), done.output
-        assert len(done.stderr.splitlines()) == 1, done.stderr
-        assert done.stderr.startswith("manyhands: ")
-        assert re.search(says, done.stderr), done.stderr
-        assert [path.name for path in (place.work / "used").iterdir()] == ["notes.txt"]
-    done = invoke("my_tasks.py:net --debug")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("Traceback")
-    assert "BadInput: " in done.stderr

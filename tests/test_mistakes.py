@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from typer.testing import CliRunner, Result
 
@@ -67,16 +68,17 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Linear}, r"the class Linear does not take no arguments.*model=lambda: Linear\("),
     ({"model": "resnet18"}, "model must be an nn.Module, or a function of .., not 'resnet18'"),
     ({"schedule": lambda optimizer: None}, r"schedule must be a function of \(optimizer, total_steps\)"),
-    ({"schedule": torch.optim.lr_scheduler.StepLR}, r"class StepLR.*StepLR\(optimizer, \.\.\.\)"),
-    (
-        {"schedule": torch.optim.lr_scheduler.StepLR(sgd(OTHERS), 1)},
-        "StepLR that is made already.*lambda optimizer, total_steps",
-    ),
+    ({"schedule": lr_scheduler.StepLR}, r"class StepLR.*StepLR\(optimizer, \.\.\.\)"),
+    ({"schedule": lr_scheduler.StepLR(sgd(OTHERS), 1)}, "StepLR that is made already.*lambda optimizer, total_steps"),
     ({"worker_callback": mh.Progress()}, r"train\(callbacks=\[\.\.\.\]\)"),
     ({"clip_norm": "1.0"}, "clip_norm must be a number above 0, not '1.0'"),
     ({"loader_processes": "2"}, "loader_processes must be a whole number"),
     ({"shuffle": "no"}, "shuffle must be True or False, not 'no'"),
     ({"name": 3}, "name must be a text, not 3"),
+    ({"train_data": None}, "train_data is missing"),
+    ({"train_data": None, "model": nn.Identity}, "train_data is missing"),
+    ({"order": [2, 1, 0]}, r"order must be a function of \(epoch\), not \[2, 1, 0\]"),
+    ({"collate": 1}, r"collate must be a function of \(rows\), not 1"),
 ]
 
 
@@ -86,7 +88,7 @@ def test_a_field_of_a_task() -> None:
 
 
 def test_a_schedulers_class_whose_second_argument_is_the_number_of_steps_is_right() -> None:
-    run = train(task(schedule=torch.optim.lr_scheduler.CosineAnnealingLR))
+    run = train(task(schedule=lr_scheduler.CosineAnnealingLR))
     assert [row["rate"] for row in run.history][-1] == pytest.approx(0, abs=1e-12)
 
 
@@ -105,6 +107,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"validate_every": [1]}, r"validate_every must be .*, not \[1\]"),
     ({"run_dir": 3}, "a directory must be given as a string or a pathlib.Path, not 3"),
     ({"run_dir": "a" * 300}, "File name too long"),
+    ({"run_dir": __file__}, "run directory .*test_mistakes.py is a file"),
 ]
 
 
@@ -116,38 +119,35 @@ def test_an_option_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert not list(tmp_path.iterdir()), says
 
 
+def plateau(metric: str | None = None, **options: Any) -> Callable[..., Any]:
+    def make(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **options)
+        return scheduler if metric is None else (scheduler, metric)
+
+    return make
+
+
+JUDGED = {"validation_data": ROWS}
 RETURNS: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda model, batch: None}, "not None: return what was computed"),
-    (
-        {"loss": lambda model, batch: loss(OTHERS, batch)},
-        "the loss depends on no parameter of the model that it is given",
-    ),
-    (
-        {"evaluate": lambda model, batch: {"right": (batch[1] == 0).sum()}, "validation_data": ROWS},
-        "metric 'right' is a whole number.*mean",
-    ),
-    (
-        {"optimizer": lambda model: sgd(OTHERS)},
-        r"it holds 2 trainable parameters not of the model \(the first of shape \[3, 4\]\): build it from its argument",
-    ),
+    ({"loss": lambda model, batch: loss(OTHERS, batch)}, "depends on no parameter of the model that it is given"),
     ({"loss": lambda model, batch: model(batch[0]).sum(1)}, r"not a Tensor of shape \[8\]: average"),
     ({"loss": lambda model, batch: loss(model, batch).item()}, r"without \.item\(\)"),
+    (
+        {"optimizer": lambda model: sgd(OTHERS)},
+        r"2 trainable parameters not of the model \(the first of shape \[3, 4\]\)",
+    ),
+    ({"evaluate": loss} | JUDGED, "must return its metrics by name"),
+    ({"evaluate": lambda model, batch: {"right": batch[1].sum()}} | JUDGED, "metric 'right' is a whole number.*mean"),
+    (
+        {"evaluate": lambda model, batch: {"right": batch[1] == 0}} | JUDGED,
+        "'right' must be one number.*Tensor of shape",
+    ),
     ({"schedule": lambda optimizer, total_steps: None}, "must return a scheduler"),
-    ({"evaluate": loss, "validation_data": ROWS}, "must return its metrics by name"),
+    ({"schedule": plateau()}, "stepped on 'validation_loss', and there is no validation"),
     (
-        {"evaluate": lambda model, batch: {"right": model(batch[0]).argmax(1) == batch[1]}, "validation_data": ROWS},
-        r"metric 'right' must be one number.*Tensor of shape \[8\]",
-    ),
-    (
-        {"schedule": lambda optimizer, total_steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
-        "the schedule is stepped on 'validation_loss', and there is no validation",
-    ),
-    (
-        {
-            "schedule": lambda o, n: (torch.optim.lr_scheduler.ReduceLROnPlateau(o), "validation_accuracy"),
-            "validation_data": ROWS,
-        },
-        "stepped on 'validation_accuracy', and validation reported validation_loss",
+        {"schedule": plateau("validation_accuracy")} | JUDGED,
+        "'validation_accuracy', and validation reported validation_loss",
     ),
 ]
 
@@ -210,14 +210,6 @@ def test_a_traceback_begins_in_the_users_program() -> None:
 
 
 # -- a schedule on a validation metric ---------------------------------------------------------------------------------
-
-
-def plateau(metric: str | None = None, **options: Any) -> Callable[..., Any]:
-    def make(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **options)
-        return scheduler if metric is None else (scheduler, metric)
-
-    return make
 
 
 def judged(values: list[float]) -> Callable[[nn.Module, Any], dict[str, Any]]:
@@ -287,19 +279,16 @@ def test_unequal_steps_say_which_program_ended_and_where_the_other_is(shorter: i
 
 
 def test_a_debugger_or_a_question_in_a_worker_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asks() -> None:
-        input("how many? ")
-
     def stops() -> None:
         import pdb
 
         pdb.set_trace()
-        asks()
+        input("how many? ")
 
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     with pytest.raises(mh.BadInput, match="breakpoint.. needs a terminal.*workers=1"):
         mh.launch(lambda: breakpoint(), workers=2)
-    for mistake in (asks, stops):
+    for mistake in (lambda: input("how many? "), stops):
         with pytest.raises(mh.WorkerFailed, match="no standard input.*workers=1"):
             mh.launch(mistake, workers=2)
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")  # a debugger of the user's choice is left alone
@@ -375,8 +364,7 @@ def test_a_refused_resumption_changes_nothing(tmp_path: Path) -> None:
     """The finished run stays whole, and what is recorded of it true."""
     train(run_dir=tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(mh.BadInput, match="seed was 0 and is 5"):
-        train(task(seed=5, epochs=2), run_dir=tmp_path / "run", resume=True)
+    one_line("seed was 0 and is 5", partial(train, task(seed=5, epochs=2), run_dir=tmp_path / "run", resume=True))
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed <= {"launch.json", "events.jsonl"}
@@ -441,6 +429,7 @@ NAMES = {
     "broken.py:task": r"failed to import: RuntimeError: no \(line 2\)",
     "nowhere.py:task": "no file 'nowhere.py'",
     "digts": "no task 'digts'.*did you mean 'digits'",
+    "mnist": "no task 'mnist'.*choose from digits, chars",
 }
 
 

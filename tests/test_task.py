@@ -1,4 +1,4 @@
-"""What a task refuses, and what its supervised form counts."""
+"""What a task's supervised form counts, and which criteria it refuses; its fields: test_mistakes.py."""
 
 from functools import partial
 from typing import Any
@@ -12,39 +12,15 @@ import plain
 from manyhands.task import SupervisedLoss, SupervisedMetrics, Task, counted
 from refusals import refused
 
-FIELDS: dict[str, Any] = {
-    "model": plain.mlp,
-    "loss": plain.cross_entropy,
-    "optimizer": plain.OPTIMIZERS["sgd"],
-    "train_data": plain.rows(6),
-}
 TARGETS = torch.tensor([0, 2, -100, 1, 2])
 OUTPUTS = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 WEIGHTS = plain.CLASS_WEIGHTS
 
 
-def instance(kind: Any, **arguments: Any) -> Any:
-    return kind(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), **arguments)
-
-
 def supervised(criterion: Any) -> Task:
-    given = {"model": plain.mlp, "optimizer": FIELDS["optimizer"], "train_data": FIELDS["train_data"]}
-    return Task.supervised(**given, criterion=criterion)
-
-
-def test_what_is_no_function_is_refused_where_it_is_given() -> None:
-    scheduler = torch.optim.lr_scheduler
-    for fields, message in (
-        ({"train_data": None}, "train_data is missing"),
-        ({"train_data": None, "model": nn.Identity}, "train_data is missing"),
-        ({"schedule": instance(scheduler.StepLR, step_size=1)}, "StepLR that is made already.*lr_scheduler.StepLR"),
-        ({"schedule": instance(scheduler.ReduceLROnPlateau)}, "ReduceLROnPlateau that is made already"),
-        ({"schedule": 3}, r"schedule must be a function of \(optimizer, total_steps\), not 3"),
-        ({"evaluate": "accuracy"}, r"evaluate must be a function of \(model, batch\), not 'accuracy'"),
-        ({"order": [2, 1, 0]}, r"order must be a function of \(epoch\), not \[2, 1, 0\]"),
-        ({"collate": 1}, r"collate must be a function of \(rows\), not 1"),
-    ):
-        refused(message, lambda fields=fields: Task(**{**FIELDS, **fields}), case=fields)
+    return Task.supervised(
+        model=plain.mlp, optimizer=plain.OPTIMIZERS["sgd"], train_data=plain.rows(6), criterion=criterion
+    )
 
 
 def test_the_weight_is_what_the_mean_divides_by() -> None:
