@@ -60,6 +60,12 @@ def seeded(make: Callable[[], nn.Module] = plain.mlp) -> nn.Module:
         return make()
 
 
+def prepared(worker: Worker, strategy: str, *others: Any, session: Session | None = None) -> Any:
+    """A model and its optimizer, with what else is given to prepare."""
+    model = seeded()
+    return prepare_on(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *others, strategy=strategy)
+
+
 def begun(
     worker: Worker | None,
     make: Callable[[], nn.Module] = plain.mlp,

@@ -174,21 +174,11 @@ def test_a_loss_that_is_a_sum_in_part_is_named_once_and_what_is_right_is_not() -
         assert not told(loss, size)
 
 
-def test_backward_is_torchs_own_again_without_a_session() -> None:
-    gc.collect()
-    plain_backward = torch.autograd.backward
-    assert plain_backward is not backward_watch._backward
-    session = Session(Worker(size=2))
-    assert torch.autograd.backward is backward_watch._backward
-    del session
-    gc.collect()
-    assert torch.autograd.backward is plain_backward
-
-
 def test_backward_goes_on_where_another_one_that_stood_before_it_is_gone() -> None:
-    """A session ends while engine sim replaces backward: sim then puts back what it found, which nobody removes."""
+    """It is torch's own again without a session. One ends while sim replaces backward: sim puts back what it found."""
     gc.collect()
-    session = Session(Worker(size=2))
+    plain_backward, session = torch.autograd.backward, Session(Worker(size=2))
+    assert torch.autograd.backward is backward_watch._backward is not plain_backward
     with backward_in_turn():
         del session
         gc.collect()
@@ -199,4 +189,4 @@ def test_backward_goes_on_where_another_one_that_stood_before_it_is_gone() -> No
     assert x.grad.tolist() == [2, 2]
     Session(Worker(size=2))
     gc.collect()
-    assert torch.autograd.backward is not backward_watch._backward
+    assert torch.autograd.backward is plain_backward

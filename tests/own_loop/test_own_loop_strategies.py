@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import assert_all_are, loader_of, on, seeded, trained
+from own_loops import assert_all_are, loader_of, on, prepared, seeded, trained
 from torch import Tensor, nn
 
 import plain
 from manyhands.data.sharding import slice_of
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.replica.replica import Replica
 from manyhands.strategies import strategy_of
@@ -33,11 +32,6 @@ CASES = [
     *(("agn:bound=0,window=2", 4), ("distance:bound=0,window=2", 4), ("diloco:via=server,bound=0,period=2", 4)),
 ]
 """In step, and one worker also at its own pace."""
-
-
-def prepared(worker: Worker, strategy: str, *loaders: Any, session: Session | None = None) -> Any:
-    model = seeded()
-    return prepare_on(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *loaders, strategy=strategy)
 
 
 def train_with_loss(worker: Worker, strategy: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import loader_of, on, seeded
+from own_loops import loader_of, on, prepared, seeded
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 import plain
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
 from manyhands.own_loop.prepare import prepare_on
 from manyhands.own_loop.session import Session
 from manyhands.strategies import server_strategy
@@ -33,12 +32,6 @@ STRATEGIES = [
     "gossip:graph=pairs",
 ]
 WAIT_S = 20.0
-
-
-def prepared(worker: Worker, strategy: str, *others: Any, session: Session | None = None) -> Any:
-    model = seeded()
-    rule = torch.optim.SGD(model.parameters(), lr=0.01)
-    return prepare_on(session or Session(worker), model, rule, *others, strategy=strategy)
 
 
 def numbered(n: int = 39, batch_size: int = 12, **options: Any) -> DataLoader[Any]:
@@ -219,26 +212,6 @@ def test_a_loader_that_trains_nothing_leaves_the_center_in_place() -> None:
 # -- schedules -----------------------------------------------------------------------------------------------------------
 
 
-def test_calls_within_a_pass_are_the_steps_of_what_all_have_had() -> None:
-    progress, rule = PassProgress(parts=2), torch.optim.SGD(seeded().parameters(), lr=1.0)
-    scheduler, schedule = ExponentialLR(rule, 0.5), OwnPaceSchedule(lambda: progress)
-    schedule.bind(scheduler)
-    rule.step()
-    reached = []
-    for progress.own, progress.handed in ((2, 4), (4, 9), (5, 16), (9, 16)):
-        scheduler.step()
-        reached.append(scheduler.last_epoch)
-    assert reached == [1, 2, 4, 4]
-    progress.own = 0
-    scheduler.step()
-    assert scheduler.last_epoch == 4
-    scheduler.__class__._schedule._under_way = lambda: None
-    schedule.end_pass(6)
-    assert (scheduler.last_epoch, schedule.calls) == (6, 0)
-    scheduler.step()
-    assert scheduler.last_epoch == 7
-
-
 def scheduled(worker: Worker, make: Any, rate: float = 0.01) -> Any:
     """(model, rule, loader, schedule), prepared."""
     model = seeded()
@@ -277,25 +250,25 @@ def test_a_prepared_scheduler_counts_what_all_have_had() -> None:
 
 
 def test_a_worker_without_rows_is_as_far_with_its_schedule() -> None:
-    """And torch does not say that it was stepped too early."""
+    """Of two slices of a batch the second makes a step. And torch does not say that it was stepped too early."""
     first_done = threading.Event()
 
-    def program(worker: Worker) -> tuple[int, int]:
+    def program(worker: Worker) -> tuple[list[int], int]:
         model, rule, loader, schedule = scheduled(worker, lambda rule: ExponentialLR(rule, 0.9))
-        batches, steps = iter(loader), 0
+        batches, reached = iter(loader), list[int]()
         if worker.rank == 1:
             assert first_done.wait(WAIT_S)
         for batch in batches:
             step(model, rule, batch)
             schedule.step()
-            steps += 1
-            if steps == 8:
+            reached.append(schedule.last_epoch)
+            if len(reached) == 8:
                 first_done.set()
-        return steps, schedule.last_epoch
+        return reached, schedule.last_epoch
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert on(2, "downpour", program) == [(8, 4), (0, 4)]
+        assert on(2, "downpour", program) == [([0, 1, 1, 2, 2, 3, 3, 4], 4), ([], 4)]
 
 
 def test_calls_between_passes_and_with_a_metric_are_one_step() -> None:

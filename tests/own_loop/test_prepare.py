@@ -1,8 +1,6 @@
 """The public names of the user's own loop, in a process that no engine started."""
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -92,12 +90,6 @@ def test_weight_is_the_sessions() -> None:
             mh.weight(wrong)
     with pytest.raises(BadInput, match="\"sum\" for a loss that is a sum over rows; not 'mean'"):
         mh.weight("mean")  # type: ignore[arg-type]
-    mh.weight("sum")  # alone, that is what it is
-    loss = plain.cross_entropy(model, plain.rows(4)) * 4
-    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    optimizer.zero_grad()
-    loss.backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
 def test_before_each_gradient_a_strategy_may_act() -> None:
@@ -128,32 +120,6 @@ def test_alone_what_a_strategy_needs_is_in_this_process() -> None:
         plain.cross_entropy(model, plain.rows(4)).backward()
         rule.step()
         assert not torch.equal(plain.flat(model), before), strategy
-
-
-ORDERS = [
-    "import manyhands.worker; import manyhands as mh",
-    "import manyhands as mh; mh.worker; import manyhands.worker",
-    "from manyhands.worker import current; import manyhands as mh; mh.train; mh.launch",
-]
-IN_FORKS = """
-import os, sys, torch, torch._dynamo, cloudpickle  # what takes long to import, once for all
-for order in sys.argv[1:]:
-    if not (child := os.fork()):
-        exec(order)
-        assert mh.worker().size == 1
-        assert sys.modules["manyhands.worker"].current() is None
-        break
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, order
-else:
-    print("all")
-"""
-
-
-@pytest.mark.slow
-def test_mh_worker_is_the_function_in_any_order_of_imports() -> None:
-    """A submodule has the same name; importing it, which nearly everything does, must not hide the function."""
-    command = [sys.executable, "-W", "error", "-c", IN_FORKS, *ORDERS]
-    assert subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout == b"all\n"
 
 
 def test_a_function_that_refers_to_the_package_travels() -> None:

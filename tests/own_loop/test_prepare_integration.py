@@ -1,8 +1,6 @@
-"""The user's own loop on simulated workers, each with random numbers of its own, and on real processes: local ones, scripts, torchrun."""
+"""The user's own loop on simulated workers, each with random numbers of its own, and on real processes."""
 
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver_script import wait_until
 from own_loops import assert_all_are, train_shuffled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,7 +18,6 @@ import plain
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
 from manyhands.own_loop.launch import launch, run_script
-from manyhands.strategies.local_sgd import LocalSGD
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -108,15 +104,6 @@ def test_processes_equal_the_plain_script(local: Local) -> None:
     assert_all_are(found, train_shuffled("adamw", False, accumulate=2))
 
 
-def test_four_workers_equal_the_plain_script() -> None:
-    """CASE 2: a last batch of 3 rows on 4 workers. Under another strategy all end equal, and elsewhere."""
-    expected = train_shuffled("adamw", prepare=False)
-    assert_all_are(launch(train_shuffled, "adamw", True, workers=4, engine=Sim()), expected)
-    first, second = launch(train_shuffled, "adamw", True, workers=2, strategy=LocalSGD(period=3), engine=Sim())
-    assert torch.equal(first, second)
-    assert not torch.allclose(first, expected, atol=1e-6)
-
-
 def test_three_lines_make_a_hand_drawn_batch_one_process() -> None:
     """10 rows on 4 workers: the parts of each step's batch are the batch, and the parameters are one process's.
 
@@ -189,42 +176,3 @@ def test_examples_run_alone_and_together(
         assert [line.split()[-1][:2] for line in printed[0].splitlines()] == [
             line.split()[-1][:2] for line in printed[1].splitlines()
         ]
-
-
-TORCHRUN = """
-import os, torch
-from own_loops import train_shuffled
-import manyhands as mh
-got, worker = train_shuffled("adamw", prepare=True), mh.worker()
-print("size", worker.size)
-with open("model.pt", "wb") as f:
-    torch.save(got, f)
-with open("model.pt", "rb") as f:
-    assert torch.equal(torch.load(f), got)
-torch.save(got, f"own-{worker.rank}.pt")
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """CASE 2: the same file; the other ranks print nothing, the folder holds one process's files, and nothing is left."""
-    work, temporary = tmp_path / "work", tmp_path / "tmp"
-    work.mkdir()
-    temporary.mkdir()
-    (tmp_path / "script.py").write_text(TORCHRUN)
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "../script.py"],
-        cwd=work,
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("size 2") == 1
-    assert done.stderr.count("worker 1 of 2 writes its files to") == 1
-    names = ["model.pt", "own-0.pt", "own-1.pt"]
-    assert sorted(os.listdir(work)) == names
-    assert_all_are([torch.load(work / name) for name in names], train_shuffled("adamw", prepare=False))
-    wait_until(lambda: not list(tmp_path.rglob("*manyhands*")))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import loader_of, seeded
+from own_loops import loader_of, prepared
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import manyhands as mh
@@ -22,19 +22,6 @@ from manyhands.own_loop.prepared_loader import PreparedLoader, share
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
-
-
-class Numbers(Dataset[Any]):
-    """Row i is i."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> int:
-        return i
 
 
 class Count(IterableDataset[Any]):
@@ -92,28 +79,28 @@ def test_every_row_is_handed_out_once_in_its_global_batch() -> None:
 
     Of a batch of one row they are twice that row: batch norm cannot train on one.
     """
-    for make, size in ((Numbers, 4), (Count, 3)):
+    for make, size in ((range, 4), (Count, 3)):
         everybody = together(size, lambda worker: shares(worker, DataLoader(make(39), batch_size=12)))  # noqa: B023
         for rank, mine in enumerate(everybody):
             for start, found in zip((0, 12, 24, 36), mine, strict=True):
                 begin, end = slice_of(min(12, 39 - start), rank, size)
                 own = list(range(start + begin, start + end))
                 assert found == ((own, len(own)) if own else ([start, start + 1], 0))
-    everybody = together(3, lambda worker: shares(worker, DataLoader(Numbers(7), batch_size=6)))
+    everybody = together(3, lambda worker: shares(worker, DataLoader(range(7), batch_size=6)))
     assert [mine[-1] for mine in everybody] == [([6, 6], 0.0), ([6, 6], 0.0), ([6], 1.0)]
 
 
 def seeded_loader(seed: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_users_own_order_is_kept() -> None:
     """Its samplers, and of a generator that each rank has seeded apart rank 0's; a new order each pass."""
     batches = BatchSampler(SequentialSampler(range(8)), 3, drop_last=False)
     for make, expected in (
-        (lambda rank: DataLoader(Numbers(15), batch_size=6, drop_last=True), [[*range(6)], [*range(6, 12)]] * 2),
-        (lambda rank: DataLoader(Numbers(6), batch_size=4, sampler=range(5, -1, -1)), [[5, 4, 3, 2], [1, 0]] * 2),
-        (lambda rank: DataLoader(Numbers(8), batch_sampler=batches), [[0, 1, 2], [3, 4, 5], [6, 7]] * 2),
+        (lambda rank: DataLoader(range(15), batch_size=6, drop_last=True), [[*range(6)], [*range(6, 12)]] * 2),
+        (lambda rank: DataLoader(range(6), batch_size=4, sampler=range(5, -1, -1)), [[5, 4, 3, 2], [1, 0]] * 2),
+        (lambda rank: DataLoader(range(8), batch_sampler=batches), [[0, 1, 2], [3, 4, 5], [6, 7]] * 2),
         (lambda rank: DataLoader([torch.arange(4), torch.arange(3)], batch_size=None), [[0, 1, 2, 3], [0, 1, 2]] * 2),
         (lambda rank: seeded_loader(7 + rank), [one.tolist() for loader in [seeded_loader(7)] * 2 for one in loader]),
     ):
@@ -124,10 +111,8 @@ def test_the_users_own_order_is_kept() -> None:
 def passes_left_early(prepared: Callable[[DataLoader[Any]], Any], options: dict[str, Any], processes: int) -> list[Any]:
     """(batches, state of the user's generator) of passes that are left after so many batches, or held."""
     generator = torch.Generator().manual_seed(5)
-    sampler = RandomSampler(Numbers(40), generator=generator, **options)
-    loader = prepared(
-        DataLoader(Numbers(40), batch_size=8, sampler=sampler, generator=generator, num_workers=processes)
-    )
+    sampler = RandomSampler(range(40), generator=generator, **options)
+    loader = prepared(DataLoader(range(40), batch_size=8, sampler=sampler, generator=generator, num_workers=processes))
     found: list[Any] = []
     for last in (2, 1, 99, 3):
         batches = [batch for _, batch in zip(range(last), loader, strict=False)]  # asks for one more than it takes
@@ -199,8 +184,8 @@ class OwnIterator(DataLoader[Any]):
 
 def test_a_loader_with_an_iter_of_its_own_is_iterated() -> None:
     def program(worker: Worker) -> list[list[int]]:
-        doubled = PreparedLoader(Doubled(Numbers(8), batch_size=4), Session(worker))
-        own = PreparedLoader(OwnIterator(Numbers(8), batch_size=4), Session(worker))
+        doubled = PreparedLoader(Doubled(range(8), batch_size=4), Session(worker))
+        own = PreparedLoader(OwnIterator(range(8), batch_size=4), Session(worker))
         assert (len(doubled), len(own)) == (3, 2)
         return [*(batch["x"].tolist() for batch in doubled), *(batch.tolist() for batch in own)]
 
@@ -263,7 +248,7 @@ def test_a_dataloader_is_shared_in_place() -> None:
     """Whoever holds it gets the share, in its own class; `plain` gives all rows."""
 
     def program(worker: Worker) -> list[Any]:
-        loader = Fancy(Numbers(8), batch_size=4)
+        loader = Fancy(range(8), batch_size=4)
         held, session = loader, Session(worker)
         assert share(loader, session) is loader
         assert share(loader, session) is loader
@@ -282,14 +267,14 @@ def test_a_dataloader_is_shared_in_place() -> None:
 
 
 def test_a_dataloader_of_an_earlier_session_is_shared_anew_and_others_of_its_class_are_nobodys() -> None:
-    loader = DataLoader(Numbers(4), batch_size=2)
+    loader = DataLoader(range(4), batch_size=2)
     first, second = Session(Worker()), Session(Worker())
     share(loader, first)
     kind = type(loader)
     assert share(loader, second) is loader
     assert (type(loader)._prepared.session, type(loader)) == (second, kind)  # type: ignore[attr-defined]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    other = kind(Numbers(2), batch_size=1)
+    other = kind(range(2), batch_size=1)
     assert type(other) is DataLoader
     assert [batch.tolist() for batch in other] == [[0], [1]]
 
@@ -308,7 +293,7 @@ class Remembers(DataLoader[Any]):
 
 
 def test_the_loader_its_dataset_and_what_is_iterated_have_one_state() -> None:
-    loader: Any = Remembers(Numbers(4), batch_size=2)
+    loader: Any = Remembers(range(4), batch_size=2)
     share(loader, Session(Worker()))
     assert len(list(loader)) == 2
     assert (loader.begun, loader.plain.begun) == (1, 1)
@@ -318,11 +303,11 @@ def test_the_loader_its_dataset_and_what_is_iterated_have_one_state() -> None:
     assert loader.plain.begun == 7
     heard = []
 
-    class Knows(Numbers):
+    class Knows(list[int]):
         def set_epoch(self, epoch: int) -> None:
             heard.append(epoch)
 
-    PreparedLoader(DataLoader(Knows(4)), Session(Worker())).set_epoch(3)
+    PreparedLoader(DataLoader(Knows(range(4))), Session(Worker())).set_epoch(3)
     assert heard == [3]
 
 
@@ -333,15 +318,15 @@ def test_what_cannot_be_shared_in_place_gets_a_wrapper() -> None:
         def __init_subclass__(cls, *, name: str) -> None:
             raise AssertionError("nobody names it")
 
-    loader: Any = Strict(Numbers(4), batch_size=2)
+    loader: Any = Strict(range(4), batch_size=2)
     assert isinstance(share(loader, Session(Worker())), PreparedLoader)
     assert type(loader) is Strict
-    loader = DataLoader(Numbers(6), batch_size=2, shuffle=True)
+    loader = DataLoader(range(6), batch_size=2, shuffle=True)
     assert isinstance(share(loader, Session(Worker(shares_process=True))), PreparedLoader)
     assert type(loader) is DataLoader
     share(loader, Session(Worker(size=2)))
     assert open_source(loader).rows == 6
-    assert type(open_source(loader)) is type(open_source(DataLoader(Numbers(6), batch_size=2, shuffle=True)))
+    assert type(open_source(loader)) is type(open_source(DataLoader(range(6), batch_size=2, shuffle=True)))
     shared = share(loader, Session(Worker(shares_process=True)))
     assert isinstance(shared, PreparedLoader)
     assert type(shared.plain) is DataLoader
@@ -351,12 +336,12 @@ def test_weights_of_what_follows_a_stand_in_and_of_a_loop_inside_the_loop() -> N
     def program(worker: Worker) -> list[float]:
         session = Session(worker)
         weights = []
-        for index, _ in enumerate(PreparedLoader(DataLoader(Numbers(5), batch_size=4), session)):
+        for index, _ in enumerate(PreparedLoader(DataLoader(range(5), batch_size=4), session)):
             weights.append(session.next_backward().weight)
             if index == 1:
                 break
         weights.append(session.next_backward().weight)  # counts again
-        outer, inner = (PreparedLoader(DataLoader(Numbers(8), batch_size=size), session) for size in (4, 2))
+        outer, inner = (PreparedLoader(DataLoader(range(8), batch_size=size), session) for size in (4, 2))
         for _ in outer:
             weights += [session.next_backward().weight for _ in inner]
             weights.append(session.next_backward().weight)
@@ -370,9 +355,7 @@ def test_weights_of_what_follows_a_stand_in_and_of_a_loop_inside_the_loop() -> N
 
 def test_a_break_leaves_the_round_open_until_the_next_pass_or_finish() -> None:
     def program(worker: Worker, then: Callable[[Any], Any]) -> Tensor:
-        session, model = Session(worker), seeded()
-        rule = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, rule, loader = prepare_on(session, model, rule, loader_of(), strategy="local-sgd:period=10")
+        model, rule, loader = prepared(worker, "local-sgd:period=10", loader_of())
         for index, batch in enumerate(loader):
             plain.cross_entropy(model, batch).backward()
             rule.step()
@@ -392,11 +375,7 @@ def test_only_pairs_that_stepped_in_a_pass_are_finished() -> None:
     """A validation loop inside the training loop closes nothing."""
 
     def program(worker: Worker) -> bool:
-        session, model = Session(worker), seeded()
-        rule = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, rule, loader, other = prepare_on(
-            session, model, rule, loader_of(24), loader_of(24), strategy="local-sgd:period=10"
-        )
+        model, rule, loader, other = prepared(worker, "local-sgd:period=10", loader_of(24), loader_of(24))
         for batch in loader:
             plain.cross_entropy(model, batch).backward()
             rule.step()
@@ -412,9 +391,9 @@ def test_only_pairs_that_stepped_in_a_pass_are_finished() -> None:
 
 
 def test_loaders_that_cannot_be_shared_out() -> None:
-    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
     for size, wrong, message in (
-        (1, DataLoader(Numbers(8), sampler=sampler), "DistributedSampler"),
+        (1, DataLoader(range(8), sampler=sampler), "DistributedSampler"),
         (1, iter(loader_of()), "can be read only once"),
         (1, 3, "a loader must be a DataLoader"),
         (1, torch.zeros(3), "a loader must be a DataLoader"),
@@ -435,9 +414,9 @@ def test_what_cannot_be_read_alike_is_named() -> None:
             return iter([[0, 1]])
 
     for make, message in (
-        (lambda rank: DataLoader(Numbers(8 + 4 * rank), 4), "rank 0: rows 8, batches 2; rank 1: rows 12, batches 3"),
-        (lambda rank: DataLoader(Numbers(8), 4, sampler=Endless(Numbers(8))), "batch sampler is 2, and it gave more"),
-        (lambda rank: DataLoader(Numbers(8), batch_sampler=Unsized()), "no len"),
+        (lambda rank: DataLoader(range(8 + 4 * rank), 4), "rank 0: rows 8, batches 2; rank 1: rows 12, batches 3"),
+        (lambda rank: DataLoader(range(8), 4, sampler=Endless(range(8))), "batch sampler is 2, and it gave more"),
+        (lambda rank: DataLoader(range(8), batch_sampler=Unsized()), "no len"),
         (lambda rank: [torch.zeros(0, 2)], "an empty batch"),
     ):
         with pytest.raises(BadInput, match=message):
