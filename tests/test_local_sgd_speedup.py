@@ -28,25 +28,6 @@ def test_the_tables_of_the_page_are_those_of_the_data(script: Any) -> None:
     assert script.PLOT.is_file()
 
 
-def test_two_workers_need_half_the_steps_of_one(script: Any) -> None:
-    one = script.run(script.QUICK, script.Point(workers=1, period=1, batch_size=4, rate=0.5, seed=2), 2000)
-    two = script.run(script.QUICK, script.Point(workers=2, period=1, batch_size=4, rate=1.0, seed=2), 2000)
-    assert 0.4 < two.steps / one.steps < 0.6
-    assert one.seconds == pytest.approx(4e-6 * one.steps)  # a row takes 1 us
-    assert two.seconds == pytest.approx((4 + 25) * 1e-6 * two.steps, rel=0.01)
-
-
-@pytest.mark.nightly
-def test_the_quick_grid_tunes_rates_and_measures_speedups(script: Any) -> None:
-    found = script.measure(script.QUICK, script.QUICK_GRID)
-    assert [(row["workers"], row["period"]) for row in found["results"]] == [(1, 1), (2, 1), (2, 4)]
-    free = script.speedups(found["results"], lambda workers: 0)
-    assert 1.7 < min(free[4, 1, 2]) <= max(free[4, 1, 2]) < 2.3
-    assert max(free[4, 4, 2]) < 2.3
-    assert [trial["steps"] for trial in found["decaying"]] == [None] * len(script.DECAYS)
-    assert "| 4 | 1 |" in script.tables(found["results"])
-
-
 def test_costs_of_an_average_are_the_simulated_networks(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for network, cost in (
         ("workers_per_host=all,local_latency=12.5us", "an average costs 25 gradients"),

@@ -5,16 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-from torch import nn
-
 import manyhands as mh
 import plain
 import tables
 from manyhands.comm.codecs import codec_of
-from manyhands.engines.cluster import Cluster
 from manyhands.engines.sim.engine import Sim
 from manyhands.strategies import strategy_of
 from pages import ROOT
@@ -104,46 +98,17 @@ def test_gradient_sharing_of_deeplearning4j_is_asynchronous_and_keeps_residuals_
 # -- Horovod -----------------------------------------------------------------------------------------------------------
 
 
-def own_loop(total: bool) -> float:
-    """The gradient at the first batch of four rows, of which each of two workers has two."""
-    model = nn.Linear(1, 1, bias=False)
-    x = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
-    model, optimizer, loader = mh.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4),
-    )
-    for (rows,) in loader:
-        if total:
-            mh.weight("sum")
-        model(rows).mean().backward()
-        optimizer.step()
-    return float(model.weight.grad)
-
-
-def test_horovods_average_sum_and_compression() -> None:
-    """The workers' means are 1.5 and 4.5, which are in bf16, too."""
-    spec = here("Horovod", "Compression.fp16")
-    strategy = strategy_of(spec)
+def test_horovods_compression() -> None:
+    """Its sum, `mh.weight("sum")`, is in own_loop/test_loss_graph.py."""
+    strategy = strategy_of(here("Horovod", "Compression.fp16"))
     assert isinstance(strategy, mh.AllReduce)
     assert strategy.compress == "bf16"
-    for total, options, gradient in ((False, {}, 3.0), (True, {}, 6.0), (False, {"strategy": spec}, 3.0)):
-        found = mh.launch(own_loop, total, workers=2, engine="sim", **options)
-        assert found == pytest.approx([gradient] * 2), (total, options)
 
 
 # -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------
 
 
-def test_inference_answers_every_row_once() -> None:
-    """Whichever process computes it. The page's own program of it runs with its other blocks."""
+def test_each_process_infers_on_its_rows() -> None:
+    """Each row once: engines/test_cluster_rows_integration.py. The page's own program of it runs with its other blocks."""
     assert here("TensorFlowOnSpark", "cluster.inference(rdd)") == "cluster.rows(batch_size, shuffle=False)"
-    addresses = {"worker": ("a:1", "b:2", "c:3")}
-    data = np.arange(41.0), np.arange(41)
-    answers = []
-    for index in range(3):
-        process = Cluster(role="worker", index=index, addresses=addresses, data=data)
-        for x, numbers in process.rows(16, shuffle=False):
-            answers += zip(numbers.tolist(), (2 * x).tolist(), strict=True)
-    assert sorted(answers) == [(i, 2.0 * i) for i in range(41)]
     assert mh.launch(lambda: mh.worker().rank, workers=3, engine="sim") == [0, 1, 2]

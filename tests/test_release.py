@@ -65,10 +65,7 @@ def test_the_citation_has_what_version_1_2_0_of_its_format_requires() -> None:
     """Citation File Format, Druskat and others, 2021: the keys that its schema requires, here and of authors."""
     assert {"authors", "cff-version", "message", "title"} <= CITATION.keys()
     assert CITATION["cff-version"] == "1.2.0"
-    assert CITATION["type"] == "software"
-    assert CITATION["authors"]
     assert all("name" in author or {"family-names", "given-names"} & author.keys() for author in CITATION["authors"])
-    assert all(isinstance(CITATION[key], str) for key in ("title", "message", "version"))
     assert CITATION["version"] == mh.__version__
     assert (CITATION["title"], CITATION["license"]) == (PROJECT["name"], PROJECT["license"])
 

@@ -45,28 +45,22 @@ def test_every_public_name_has_its_place(found: dict[str, Any]) -> None:
     assert missing <= {"callbacks", "keras", "kernels", "spark"}  # modules, whose names have places of their own
 
 
-def test_parameters_of_a_function_are_a_list(site: Path) -> None:
-    page = (site / "api" / "training" / "index.html").read_text()
-    assert re.search(r"<li>(?:\s*<p>)?<strong><code>timeout_s</code></strong>", page)
-    page = (site / "api" / "measuring" / "index.html").read_text()  # where several share a line
-    assert re.search(r"<li>(?:\s*<p>)?<strong><code>profile</code></strong>: of ", page)
+LISTED = r"<li>(?:\s*<p>)?<strong><code>{}</code></strong>"
+HOLDS = (
+    ("api/training", LISTED.format("timeout_s")),
+    ("api/measuring", LISTED.format("profile") + ": of "),  # where several share a line
+    *(("command-line", f"<code>manyhands {command}</code>") for command in ("train", "compare", "join", "estimate")),
+    ("contributing", 'href="../strategies/"'),
+    ("start/examples", 'href="#custom_strategypy"'),
+)
 
 
-def test_commands_are_shown_with_their_options(site: Path) -> None:
-    page = (site / "command-line" / "index.html").read_text()
-    for command in ("train", "compare", "join", "estimate"):
-        assert f"<code>manyhands {command}</code>" in page
-    assert "[bold]" not in page
-
-
-def test_pages_outside_of_docs_are_pages_of_the_site(found: dict[str, Any], site: Path) -> None:
+def test_pages_hold_parameters_commands_and_what_lies_outside_of_docs(found: dict[str, Any], site: Path) -> None:
+    for page, words in HOLDS:
+        assert re.search(words, (site / page / "index.html").read_text()), (page, words)
+    assert "[bold]" not in (site / "command-line" / "index.html").read_text()
     assert {"contributing/", "changelog/", "security-policy/", "start/examples/"} <= found.keys()
-    assert 'href="../strategies/"' in (site / "contributing" / "index.html").read_text()
-
-
-def test_examples_are_sections_of_their_page(found: dict[str, Any], site: Path) -> None:
     assert "class SlowMo" in found["start/examples/#custom_strategypy"]["text"]
-    assert 'href="#custom_strategypy"' in (site / "start" / "examples" / "index.html").read_text()
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import shlex
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,34 +55,3 @@ def test_who_waits_and_who_does_not_is_what_the_page_says() -> None:
     assert not any(span.get("waited") for span in RUNS["asynchronous"])  # and the slow one is the most stale
     stale = [max(span["staleness"] for span in spans("asynchronous", "push", rank)) for rank in RANKS]
     assert max(stale) == stale[2] > len(RANKS) - 1
-
-
-def computed_at(way: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each worker's pulls, and the push of what was computed there."""
-    for rank in RANKS:
-        yield from zip(spans(way, "pull", rank), spans(way, "push", rank), strict=True)
-
-
-@pytest.mark.parametrize("way", ["stale-synchronous", "asynchronous"])
-def test_versions_and_staleness_are_what_the_times_say(way: str) -> None:
-    pushes = spans(way, "push")
-    assert sorted(push["version"] for push in pushes) == list(range(1, len(pushes) + 1))
-    for pull, push in computed_at(way):
-        merged = [other for other in pushes if other["version"] <= pull["version"]]
-        assert all(other["at"] <= pull["at"] for other in merged)
-        between = [other for other in pushes if pull["version"] < other["version"] < push["version"]]
-        assert all(pull["at"] <= other["at"] <= push["at"] for other in between)
-        assert len(between) == push["staleness"]
-
-
-def test_stale_synchronous_workers_wait_for_the_slowest_and_are_never_further_ahead() -> None:
-    bound, way = 1, "stale-synchronous"
-    finished = [[span["at"] for span in spans(way, "gate", rank)] for rank in RANKS]
-    for span in spans(way, "compute"):
-        done = [sum(at <= span["start"] for at in of_one) for of_one in finished]
-        assert done[span["worker"]] - min(done) <= bound
-    waits = [sum(span["waited"] for span in spans(way, "gate", rank)) for rank in RANKS]
-    assert min(waits[:2]) > waits[2] == 0
-    for pull, push in computed_at(way):
-        for rank in {*RANKS} - {push["worker"]}:
-            assert sum(pull["at"] < other["at"] < push["at"] for other in spans(way, "push", rank)) <= 2 * bound + 1
