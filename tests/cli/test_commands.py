@@ -186,15 +186,6 @@ def test_several_local_workers_get_their_server_before_torch(monkeypatch: pytest
         assert done == happened, engine
 
 
-@pytest.mark.slow
-def test_ctrl_c_during_a_real_command_is_130(tmp_path: Path) -> None:
-    """CASE 28, of one process: the command says that it was interrupted, and nothing else."""
-    stuck = "import os, signal\ndef task():\n    os.kill(os.getpid(), signal.SIGINT)\n    while True: pass\n"
-    (tmp_path / "stuck.py").write_text(stuck)
-    done = command("train", "stuck.py:task", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "manyhands: interrupted\n")
-
-
 def test_options_of_engine_hosts_are_fields_of_its_spec_and_join_offers_its_own(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

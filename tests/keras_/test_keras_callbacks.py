@@ -1,17 +1,14 @@
 """Keras callbacks, on one worker."""
 
 import csv
-import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from keras_models import SEED, Lazy, apart, dense, keras, rows, values
+from keras_models import SEED, apart, dense, keras, rows, values
 
 import manyhands as mh
 
-module: Any = Lazy("manyhands.keras.callbacks")
 HOW: dict[str, Any] = {"batch_size": 16, "epochs": 5, "shuffle": False}
 
 
@@ -99,28 +96,11 @@ def test_a_stop_after_a_batch_is_obeyed() -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    class Clear(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.model.set_weights([np.zeros_like(w) for w in self.model.get_weights()])
-
-    for callback, error, message in (
-        (Clear(), mh.Unsupported, "between two epochs"),
-        (mh.EarlyStopping(), mh.BadInput, r"train\(callbacks"),
-        (keras.callbacks.BackupAndRestore(tmp_path), mh.BadInput, "resume=True"),
-    ):
-        with pytest.raises(error, match=message):
+    """What changes the model between two epochs: test_worker_callback.py."""
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    for callback, message in ((mh.EarlyStopping(), r"train\(callbacks"), (backup, "resume=True")):
+        with pytest.raises(mh.BadInput, match=message):
             trained(callback)
     task = mh.keras.task(dense(), *rows(), callbacks=[stopping()])
     with pytest.raises(mh.Unsupported, match="one on each worker"):
         mh.train(task, strategy="ensemble", workers=2)
-
-
-def test_callbacks_get_the_attributes_of_worker_0s() -> None:
-    """Numbers, texts, and lists and dicts of them."""
-    there, here = stopping(), stopping()
-    there.set_params({"epochs": 3})
-    there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
-    attributes = module._attributes(there)
-    assert pickle.loads(pickle.dumps(attributes))["best"] == 0.5
-    module.KerasCallbacks((here,)).on_result([attributes])
-    assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)
