@@ -27,7 +27,7 @@ from manyhands.evidence.calibrate.observe import TickTime
 from manyhands.evidence.calibrate.report import text
 from manyhands.evidence.estimate.estimate import estimate
 from manyhands.evidence.estimate.table import text as estimates_text
-from plain import task
+from plain import rows, task
 
 
 def test_what_cannot_be_is_refused(nothing_starts: None) -> None:
@@ -135,20 +135,12 @@ def test_the_command_writes_a_profile_that_sim_takes(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_all_is_measured_and_an_estimate_lies_within_the_bars(local: Local, tmp_path: Path) -> None:
-    rows = torch.arange(240.0).view(120, 2) / 240, torch.arange(120) % 2
-    task = mh.Task.supervised(
-        name="tiny",
-        model=lambda: torch.nn.Linear(2, 2),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-        train_data=rows,
-        validation_data=rows,
-        batch_size=12,
-    )
+    given = task(name="tiny", train_data=rows(120), validation_data=rows(120))
     lines: list[str] = []
     torch.manual_seed(3)
     before = torch.get_rng_state()
     names = ("allreduce", "local-sgd:period=4", "downpour")
-    found = calibrated(task, strategies=names, steps=16, quick=True, engine=local, say=lines.append)
+    found = calibrated(given, strategies=names, steps=16, quick=True, engine=local, say=lines.append)
     assert torch.equal(torch.get_rng_state(), before)
     assert len(lines) == 4 + len(names)
     profile = found.profile
@@ -164,10 +156,10 @@ def test_all_is_measured_and_an_estimate_lies_within_the_bars(local: Local, tmp_
         assert 0 < one.real_s <= one.slowest_s
         assert profile.errors[one.strategy] == round(one.worst, 4)
     profile.save(tmp_path / "here.json")
-    estimates = estimate(task, profile=tmp_path / "here.json", workers=[2], strategies=names)
+    estimates = estimate(given, profile=tmp_path / "here.json", workers=[2], strategies=names)
     for predicted, one in zip(found.predictions, estimates.estimates, strict=True):
         assert (one.strategy, one.bars.tried) == (predicted.strategy, True)
         assert one.step.low <= one.step.seconds <= one.step.high
     assert "2 workers, 12 rows a step" in estimates_text(estimates)
     with pytest.raises(mh.BadInput, match=r"local-sgd:period=50 .* too rarely .*--steps"):
-        calibrated(task, strategies=["local-sgd:period=50"], steps=16, quick=True, engine=local, batch_size=4)
+        calibrated(given, strategies=["local-sgd:period=50"], steps=16, quick=True, engine=local, batch_size=4)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from manyhands.evidence.compare.final_evaluation import CLASSES, NUMBERS, OUTPUTS, FinalPredictions, evaluate_final
-from manyhands.evidence.compare.probe import BUCKETS, Probe, as_metrics, fingerprint, probed, sketch, taken
+from manyhands.evidence.compare.probe import BUCKETS, Probe, fingerprint, probed, sketch, taken
 from manyhands.replica.evaluation import AveragedOutputs
 
 
@@ -58,17 +58,6 @@ def test_sketches_and_fingerprints_are_of_the_weights_alone() -> None:
         assert fingerprint(weights) != before, dtype
         assert fingerprint(weights[::-1]) != fingerprint(weights), dtype
     assert fingerprint([torch.tensor([math.nan])]) == fingerprint([torch.tensor([math.nan])])
-
-
-def test_what_is_told_is_taken_out_whole() -> None:
-    one = sketch([torch.randn(100)])
-    metrics = {f"validation_{name}": float(value) for name, (value, _) in as_metrics(one).items()}  # type: ignore[misc]
-    metrics["validation_loss"] = 0.5
-    back = taken(metrics, "validation_")
-    assert metrics == {"validation_loss": 0.5}
-    assert torch.equal(back.buckets, one.buckets)
-    assert back.norm == one.norm
-    assert taken(metrics, "validation_") is None
 
 
 def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:

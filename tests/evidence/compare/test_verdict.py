@@ -45,6 +45,7 @@ def said(made: Comparison, decision: str, words: str) -> None:
 def test_without_a_target_rows_a_second_decide() -> None:
     equal: Numbers = [0.981, 0.982, 0.983]
     wide = of({"gossip": [160, 165, 162], "allreduce": [101, 99, 100]}, {TWO: equal, "gossip": [0.95, 0.981, 0.99]})
+    several = of({"allreduce": [97, 98, 96], "gossip": 80, "hogwild": [103, 90, 85]})
     broke = {"easgd on 2": "it broke"}
     take, stay = "^Take gossip on 2: 1.6", "^Stay with one process: of "
     for made, decision, words in (
@@ -53,7 +54,7 @@ def test_without_a_target_rows_a_second_decide() -> None:
         (of({"gossip": 160}, {"gossip": [0.999, 0.998, 0.997]}), "distribute", rf"{take}.*better .*\(0.9980 and"),
         (of({"gossip": 150, "allreduce": 180}), "distribute", "^Take allreduce on 2: 1.8"),
         (
-            of({"allreduce": [97, 98, 96], "gossip": 80, "hogwild": [103, 90, 85]}),
+            several,
             "stay",
             rf"{stay}3 others none .*2 threads by more than 5 %; .*allreduce on 2, 0.97×\. 20 % .*exchange",
         ),
@@ -99,22 +100,12 @@ def test_with_a_target_the_time_to_it_decides() -> None:
     worse: dict[str, Numbers] = {"downpour": [0.971] * 3}
     nobody: dict[str, Numbers | float] = {ONE: NEVER, TWO: NEVER}
     some: Numbers = [9.0, None, 9.0]
+    quick = of(most, worse, {**solo, "gossip": 12, "downpour": 5})
+    alone = of({"gossip": 90, "easgd": 90}, {}, {**nobody, "gossip": [12.0, 13.0, 14.0], "easgd": some})
     for made, decision, words in (
-        (
-            of(most, worse, {**solo, "gossip": 12, "downpour": 5}),
-            "distribute",
-            r"^Take downpour on 2: 2.00× .*≥ 0.97 as solo with 2 threads, .*same .*1 % \(0.9710 and 0.9800\)",
-        ),
-        (
-            of(most, {}, {**solo, "gossip": 12, "downpour": 10}),
-            "stay",
-            "to test_accuracy ≥ 0.97 .*downpour on 2, 1.00×",
-        ),
-        (
-            of({"gossip": 90, "easgd": 90}, {}, {**nobody, "gossip": [12.0, 13.0, 14.0], "easgd": some}),
-            "distribute",
-            "^Take gossip on 2: .*≥ 0.97 in all 3 repeats, in 13 s, and solo with 2 threads in none",
-        ),
+        (quick, "distribute", r"^Take downpour on 2: 2.00× .*≥ 0.97 as solo with 2 .*same .*1 % \(0.9710 and 0.9800\)"),
+        (of(most, {}, {**solo, "gossip": 12, "downpour": 10}), "stay", "to test_accuracy .*downpour on 2, 1.00×"),
+        (alone, "distribute", "^Take gossip on 2: .*≥ 0.97 in all 3 repeats, in 13 s, and solo with 2 threads in none"),
         (of({"gossip": 90}, {}, {**nobody, "gossip": NEVER}), "undecided", "2 threads did not reach test_accuracy"),
         (of({"gossip": 200}, {}, {**solo, "gossip": some}), "stay", "gossip on 2, not there in 1 of 3 repeats"),
         (of({"gossip": 200}, {}, {**solo, "gossip": NEVER}), "stay", "gossip on 2, which it never reached"),

@@ -10,7 +10,6 @@ import manyhands as mh
 from manyhands.comm.codecs import Hints, Matrix, codec_of
 from manyhands.comm.codecs.powersgd import PowerSGD
 from manyhands.data.open_source import open_source
-from manyhands.engines.sim.compute import Compute
 from manyhands.errors import Unsupported
 from manyhands.evidence.estimate.message_lengths import Lengths, Piece, payload_bytes
 from manyhands.evidence.estimate.model_sizes import ReadingPlan, Shape, reading_plan, shape_of
@@ -58,14 +57,8 @@ def test_lengths_of_the_flat_vector_its_matrices_and_slices() -> None:
         shape_of(task(lambda: nn.ReLU()))
 
 
-def test_what_the_optimizer_keeps_and_that_nothing_of_the_caller_is_changed() -> None:
-    def state(make: type[torch.optim.Optimizer], **options: float) -> dict[str, tuple[int, ...]]:
-        found = shape_of(task(optimizer=lambda model: make(model.parameters(), lr=0.1, **options)))
-        return {name: tuple(value.shape) for name, value in found.state.items() if value is not None}
-
-    assert state(torch.optim.SGD) == {}
-    assert state(torch.optim.SGD, momentum=0.9) == {"momentum_buffer": (4, 6)}
-    assert state(torch.optim.AdamW) == {"step": (), "exp_avg": (4, 6), "exp_avg_sq": (4, 6)}
+def test_nothing_of_the_caller_is_changed() -> None:
+    """What the optimizer keeps is in the lengths of test_scaled_task.py."""
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -132,14 +125,3 @@ def test_a_payload_is_as_long_as_what_the_codec_makes(shape: Shape) -> None:
         lengths(shape, threshold)
     alone = Lengths(shape, strategy_of(threshold), workers=1)  # one worker compresses nothing
     assert alone.mean(alone.stand_in_length, shape.item) == [Piece("mean", shape.padded, 4)]
-
-
-def test_seconds_a_byte_and_a_number_grow_as_the_vector_shrinks(shape: Shape) -> None:
-    given = Compute.parse("row=1,merge=1e-9,int8=4ns/2ns,3=5x")
-    found = lengths(shape, "allreduce:compress=int8").compute(given)
-    assert found.merge * 32 == pytest.approx(1e-9 * shape.padded)
-    assert found.coding("bf16", 0).encoding(32, 64) == pytest.approx(4e-9 * shape.padded)
-    assert found.coding("bf16", 0).decoding(32, 64, 1) == pytest.approx(4 * 2e-9 * shape.padded)  # of four workers
-    assert found.coding("bf16", 3).encoding(32, 64) == pytest.approx(5 * 4e-9 * shape.padded)
-    assert (found.row, found.factors) == (given.row, given.factors)
-    assert lengths(shape, "allreduce").compute(given).codecs == {}
