@@ -180,12 +180,17 @@ def test_containers_in_the_hosts_network_cannot_work_together() -> None:
     assert process_space() == process_space()
 
 
-def test_neighbours_wait_until_the_agent_lets_go() -> None:
-    busy = Busy()
-    neighbour = threading.Thread(target=wait_until_over, args=(busy.place,))
+def waiting_for(place: str) -> threading.Thread:
+    neighbour = threading.Thread(target=wait_until_over, args=(place,))
     neighbour.start()
     neighbour.join(0.2)
     assert neighbour.is_alive()
+    return neighbour
+
+
+def test_neighbours_wait_until_the_agent_lets_go() -> None:
+    busy = Busy()
+    neighbour = waiting_for(busy.place)
     busy.close()
     neighbour.join(10)
     assert not neighbour.is_alive()
@@ -197,10 +202,7 @@ def test_neighbours_do_not_wait_for_a_dead_agent() -> None:
         os.write(place, Busy().place.encode())
         signal.pause()
     there = os.read(told, 1000).decode()
-    neighbour = threading.Thread(target=wait_until_over, args=(there,))
-    neighbour.start()
-    neighbour.join(0.2)
-    assert neighbour.is_alive()
+    neighbour = waiting_for(there)
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
     neighbour.join(10)

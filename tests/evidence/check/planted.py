@@ -61,13 +61,8 @@ class Normed(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
 class OneLayer(nn.Module):

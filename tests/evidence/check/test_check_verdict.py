@@ -35,7 +35,7 @@ def test_wrong_weights_and_an_exchange_that_is_off_once_are_unexplained(
     assert finding.numbers["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
     with monkeypatch.context() as patch:
         patch.setattr(sim_group, "shares_of", lambda weights, total: [0.4 for _ in weights])
-        checked = check(planted.task(model=planted.Dropping), engine="sim", steps=2)
+        checked = check(planted.task(model=planted.dropping), engine="sim", steps=2)
     assert sorted(finding.kind for finding in checked.findings) == ["dropout", "unexplained"]
     plain = Replica.record_mean
 
