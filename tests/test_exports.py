@@ -16,7 +16,6 @@ from manyhands import engines, strategies, tasks
 from manyhands.engines.base import Engine
 from manyhands.strategies.base import Strategy
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(mh.__file__)
 CATALOGUES = {"strategies": strategies.CATALOGUE, "engines": engines.CATALOGUE, "tasks": tasks.CATALOGUE}
 

@@ -22,7 +22,6 @@ class Shared(WorkerCallbackFactory):
     stop: tuple[str, int] = ("", 0)
     fill: tuple[str, float] = ("", 0.0)
     notes: list[tuple[int, str, Any]] = field(default_factory=list)
-    models: list[int] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
 
     def check(self, one_model: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from keras_models import Lazy, dense, keras, layer, of_four, rows
+from keras_models import Lazy, dense, keras, rows
 
 import manyhands as mh
 from manyhands.comm.solo import SoloGroup
@@ -82,16 +82,6 @@ def test_losses_that_are_no_means_or_divide_by_different_things_are_refused() ->
     model.compile("sgd", ["mse", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")])
     with pytest.raises(mh.BadInput, match="their sum has no single weight"):
         mh.keras.task(model, rows()[0], [rows()[0][:, 0], rows()[0][:, 1]])
-
-
-def test_the_loss_has_the_models_regularisers() -> None:
-    model = of_four(layer("Dense", 5, kernel_regularizer="l2"))
-    x, y = (torch.tensor(part) for part in rows(6))
-    mean, _ = weight_of(model, (x, y))
-    with torch.no_grad():
-        bare = float(keras.losses.sparse_categorical_crossentropy(y, model(x)).mean())
-        assert mean == pytest.approx(bare + float(sum(model.losses)), abs=1e-6)
-    assert mean > bare + 1e-3
 
 
 def test_columns_that_the_model_does_not_take_are_refused_before_a_step() -> None:

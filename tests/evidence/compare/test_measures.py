@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from by_numbers import found
-from synthetic import comparison
+from synthetic import changed, comparison
 
 from manyhands.errors import BadInput
 from manyhands.evidence.compare import measures
-from manyhands.evidence.compare.comparison import Comparison, Point, Target, Trial, Variant
+from manyhands.evidence.compare.comparison import Comparison, Point, Target
 from manyhands.evidence.compare.report import load
 
 
@@ -92,22 +92,12 @@ def test_the_margin_of_a_metric_and_the_variant_of_solo_that_is_to_beat() -> Non
     assert measures.better_solo(found({"solo": [1.0] * 3, "allreduce on 2": [2.0] * 3})) == "solo"
 
 
-def of_trials(*trials: Trial, **changes: object) -> Comparison:
-    names = dict.fromkeys(trial.variant for trial in trials)
-    variants = tuple(Variant(strategy=name.rstrip(","), workers=2, threads=1, name=name) for name in names)
-    return replace(comparison((), ()), **({"variants": variants, "trials": trials} | changes))
-
-
-def trial(name: str, repeat: int = 0, **changes: object) -> Trial:
-    return replace(Trial(variant=name, repeat=repeat, seed=repeat), **changes)  # type: ignore[arg-type]
-
-
 def test_numbers_over_repeats() -> None:
-    found = of_trials(trial("a", 0, bytes=1), trial("a", 1, bytes=3), trial("b", 0, target_seconds=1.0), trial("b", 1))
-    assert measures.middles(found, "bytes") == {"a": 2, "b": 0}
-    assert measures.middles(found, "target_seconds") == {}
-    found = of_trials(trial("a", 0, staleness={3: 1, 0: 2}), trial("a", 1, staleness={3: 4, 7: 0}))
-    assert list(measures.staleness(found, "a").items()) == [(0, 2), (3, 5)]
+    name, late = "allreduce on 2", [{3: 1, 0: 2}, {3: 4}, {7: 0}]
+    made = changed(comparison(), name, bytes=[1, 3, 2], target_seconds=[1.0, None, 1.0], staleness=late)
+    assert measures.middles(made, "bytes")[name] == 2
+    assert name not in measures.middles(made, "target_seconds")
+    assert list(measures.staleness(made, name).items()) == [(0, 2), (3, 5)]
 
 
 def test_metrics_that_are_drawn_and_those_at_the_end() -> None:

@@ -187,18 +187,15 @@ def test_notes_say_what_a_number_does_not_rest_on() -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_defaults_and_the_progress_lines(tmp_path: Path) -> None:
     path, lines = tmp_path / "p.json", list[str]()
     profile().save(path)
     given = task(batch_size=None, batch_size_per_worker=6)
-    found = estimate(given, profile=path, workers=[2, 2], network="lan", say=lines.append)
-    assert len({strategy_of(spec).name for spec in DEFAULT}) == 6
-    names = ("allreduce", "local-sgd", "diloco", "downpour", "easgd", "gossip")
-    assert [(one.workers, one.strategy) for one in found.estimates] == [(2, name) for name in names]
-    assert all(not one.refused for one in found.estimates)
-    assert lines[:2] == ["the model's shape", "1 of 6: allreduce on 2 workers"]
-    assert len(lines) == 7
+    found = estimate(given, profile=path, workers=[2, 2], strategies=["allreduce"], network="lan", say=lines.append)
+    assert [strategy_of(spec).name for spec in DEFAULT] == [
+        *("allreduce", "local-sgd", "diloco", "downpour", "easgd", "gossip")
+    ]
+    assert lines == ["the model's shape", "1 of 1: allreduce on 2 workers"]
     assert (found.parameters, found.rows, found.task) == (64 * 40 + 40 + 400 + 10, 240, "wide")
     assert found.network == SimNetworkSpec.parse("lan")
 
@@ -222,13 +219,7 @@ def test_json_has_every_number_and_is_the_same_every_time() -> None:
     assert (second["refused"], second["step"]) == (other.refused, None)
 
 
-PROFILE = Profile(
-    networks={"local": SimNetworkSpec(workers_per_host=2)},
-    compute=Compute(row=1e-4),
-    task="chars",
-    workers=2,
-    errors={"allreduce": 0.034, "local-sgd": -0.07},
-)
+PROFILE = profile(compute=Compute(row=1e-4), task="chars", errors={"allreduce": 0.034, "local-sgd": -0.07})
 LINE = Estimate(
     strategy="allreduce",
     workers=8,
