@@ -1,14 +1,17 @@
 """Keras callbacks, on one worker."""
 
 import csv
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from keras_models import SEED, apart, dense, keras, rows, values
+from keras_models import SEED, Lazy, apart, dense, keras, rows, values
 
 import manyhands as mh
 
+module: Any = Lazy("manyhands.keras.callbacks")
 HOW: dict[str, Any] = {"batch_size": 16, "epochs": 5, "shuffle": False}
 
 
@@ -104,3 +107,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     task = mh.keras.task(dense(), *rows(), callbacks=[stopping()])
     with pytest.raises(mh.Unsupported, match="one on each worker"):
         mh.train(task, strategy="ensemble", workers=2)
+
+
+def test_callbacks_get_the_attributes_of_worker_0s() -> None:
+    """Numbers, texts, and lists and dicts of them."""
+    there, here = stopping(), stopping()
+    there.set_params({"epochs": 3})
+    there.best, there.stopped_epoch, there.lost = np.float32(0.5), 4, {"a": [1, None]}
+    attributes = module._attributes(there)
+    assert pickle.loads(pickle.dumps(attributes))["best"] == 0.5
+    module.KerasCallbacks((here,)).on_result([attributes])
+    assert (here.best, here.stopped_epoch, here.lost, here.params) == (0.5, 4, {"a": [1, None]}, None)

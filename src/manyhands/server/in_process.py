@@ -203,13 +203,6 @@ class InProcessServers:
         self.mail: dict[tuple[int, int], Reply] = {}  # (worker, shard): what was released for it
         self.clients: list[Server] = [_Client(self, spec, worker) for worker in range(workers)]
 
-    def lose(self, worker: int) -> None:
-        """Declare a worker lost: nobody waits for it any more."""
-        with self.changed:
-            for store in self.stores:
-                store.leave(worker)
-            self.deliver()
-
     def deliver(self) -> None:
         """After a call, with the lock: hand out what it released."""
         for shard, store in enumerate(self.stores):
