@@ -134,7 +134,7 @@ def test_a_cancelled_job_that_was_still_planned_is_cancelled_again(monkeypatch: 
     monkeypatch.setattr(job, "_OWN_WORD_S", 0.01)
     with pytest.raises(KeyError), made:
         raise KeyError
-    assert len(cancelled) == 3
+    assert len(cancelled) >= 3
     assert not made._thread.is_alive()
 
 
