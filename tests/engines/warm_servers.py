@@ -1,5 +1,6 @@
 """Fork servers that have loaded torch already, which takes five seconds of CPU each time, for all launches in this process."""
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +35,12 @@ def close_all() -> None:
 def _give_back(spawner: Spawner) -> int:
     if spawner in _LENT:  # it may be closed twice
         _LENT.remove(spawner)
-        if spawner.alive and not _children(spawner):
-            _WAITING.append(spawner)
-            return 0
+        deadline = time.monotonic() + 2
+        while spawner.alive and time.monotonic() < deadline:
+            if not _children(spawner):
+                _WAITING.append(spawner)
+                return 0
+            time.sleep(0.01)  # the processes of a launch that failed end a little later
     return Spawner.close(spawner)
 
 
