@@ -5,10 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import manyhands as mh
 import plain
 import tables
 from manyhands.comm.codecs import codec_of
+from manyhands.engines.cluster import Cluster
 from manyhands.engines.sim.engine import Sim
 from manyhands.strategies import strategy_of
 from pages import ROOT
@@ -108,7 +111,15 @@ def test_horovods_compression() -> None:
 # -- TensorFlowOnSpark, TorchDistributor -------------------------------------------------------------------------------
 
 
-def test_each_process_infers_on_its_rows() -> None:
-    """Each row once: engines/test_cluster_rows_integration.py. The page's own program of it runs with its other blocks."""
+def test_inference_answers_every_row_once() -> None:
+    """Whichever process computes it. The page's own program of it runs with its other blocks."""
     assert here("TensorFlowOnSpark", "cluster.inference(rdd)") == "cluster.rows(batch_size, shuffle=False)"
+    addresses = {"worker": ("a:1", "b:2", "c:3")}
+    data = np.arange(41.0), np.arange(41)
+    answers = []
+    for index in range(3):
+        process = Cluster(role="worker", index=index, addresses=addresses, data=data)
+        for x, numbers in process.rows(16, shuffle=False):
+            answers += zip(numbers.tolist(), (2 * x).tolist(), strict=True)
+    assert sorted(answers) == [(i, 2.0 * i) for i in range(41)]
     assert mh.launch(lambda: mh.worker().rank, workers=3, engine="sim") == [0, 1, 2]

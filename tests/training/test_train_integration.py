@@ -85,18 +85,17 @@ def test_streams_of_unequal_length_end_together() -> None:
 
     And ten shards on two workers: one of 5,120 rows, eight of 6,144, one of 5,728, in five hundredths.
     """
-    row, fields = (
-        (torch.ones(5, dtype=torch.float64), torch.tensor(1)),
-        {"schedule": None},
-    )  # how many there are matters
+    row = torch.ones(5, dtype=torch.float64), torch.tensor(1)  # only how many there are matters
     for strategy in ("allreduce", "local-sgd:period=4", "ensemble"):
-        given = task(train_data=Sharded([[row] * length for length in (0, 1, 5, 70)]), epochs=2, batch_size=8, **fields)
+        given = task(
+            train_data=Sharded([[row] * length for length in (0, 1, 5, 70)]), epochs=2, batch_size=8, schedule=None
+        )
         run = train(given, "sim", strategy=strategy)
         assert run.rows["total"] == 2 * 76, strategy
         assert sorted(run.rows["workers"]) == [0, 2, 10, 140]
     lengths = [10, *[12] * 8, 11]
     for strategy in ("allreduce", "local-sgd:period=8"):
-        given = task(train_data=Sharded([[row] * length for length in lengths]), epochs=1, batch_size=5, **fields)
+        given = task(train_data=Sharded([[row] * length for length in lengths]), epochs=1, batch_size=5, schedule=None)
         run = train(given, "sim", 2, strategy=strategy)
         assert run.rows == {"total": 117, "workers": [sum(lengths[::2]), sum(lengths[1::2])], "unused": 0}, strategy
 
