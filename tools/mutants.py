@@ -22,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -209,21 +210,32 @@ def tests_of(change: Change, recorded: Recorded, budget_s: float) -> list[str]:
         executing |= {
             test for test in recorded.seconds if test.startswith(f"{folder.rstrip('_')}") and "_integration" in test
         }
-        if not change.mutant.function:
-            executing |= {test for test in recorded.seconds if test.startswith(folder)}
-    order = sorted(executing, key=lambda test: (not test.startswith(folder), recorded.seconds.get(test, 1.0), test))
-    chosen, total = [], 0.0
+    if not executing or (elsewhere and not change.mutant.function):  # a compiled kernel's lines are seen by nobody
+        executing |= {test for test in recorded.seconds if test.startswith(folder)}
+    dearest: dict[str, float] = defaultdict(float)  # of a file's tests: the one that paid for what they share
+    for test, seconds in recorded.seconds.items():
+        dearest[file_of(test)] = max(dearest[file_of(test)], seconds)
+    order = sorted(
+        executing, key=lambda test: (not test.startswith(folder), dearest[file_of(test)], recorded.seconds[test], test)
+    )
+    chosen, files, total = [], set[str](), 0.0
     for test in order:
-        total += recorded.seconds.get(test, 1.0)
+        total += recorded.seconds[test] if file_of(test) in files else COLLECTING_S + dearest[file_of(test)]
         if chosen and total > budget_s:
             break
+        files.add(file_of(test))
         chosen.append(test)
-    return sorted(chosen, key=lambda test: test.partition("::")[0])  # a file's tests share its fixtures
+    return sorted(chosen, key=lambda test: (not test.startswith(folder), file_of(test)))
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 # -- trying them -------------------------------------------------------------------------------------------------------
 
 
+COLLECTING_S = 0.5  # a file of tests: its imports and fixtures
 NO_TEST = "pytest's exit code"  # the mutant kept the tests from being collected
 NOT_RUN = "the tests could not be run"
 
@@ -294,8 +306,6 @@ def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
         os.waitpid(child, 0)
     with os.fdopen(reads) as pipe:
         failed = pipe.read()
-    if failed.startswith(NOT_RUN):
-        raise RuntimeError(failed)
     return failed or (None if ended else "timeout")
 
 
@@ -336,7 +346,9 @@ class Copy:
                 return None
             if found not in tests:  # no test: pytest's exit code, or no end
                 if failing_test(self.tree, left, self._limit_s) == found:
-                    raise RuntimeError(f"{found} without a mutant, too: {left}")
+                    raise RuntimeError(
+                        f"{found} without a mutant, too, by {len(left)} tests from {left[0]} to {left[-1]}"
+                    )
                 return found
             if found not in self._fails_alone:
                 self._fails_alone[found] = failing_test(self.tree, [found], 120) is not None
@@ -358,8 +370,20 @@ def run(mutants: list[Mutant], tree: Path, recorded: Recorded, budget_s: float, 
             print(json.dumps({**line, "seconds": round(time.monotonic() - began, 1)}), flush=True)
 
 
+def collected(tree: Path) -> set[str]:
+    """The tests that the tree has."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    found = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {line for line in found.splitlines() if "::" in line}
+
+
 def run_jobs(mutants: list[Mutant], tree: Path, coverage: Path, budget_s: float, jobs: int) -> None:
     recorded = Recorded(coverage)
+    if gone := recorded.seconds.keys() - collected(tree):
+        print(f"{len(gone)} recorded tests are gone and are left out, such as {min(gone)}", file=sys.stderr)
+        for test in gone:
+            del recorded.seconds[test]
     preload()
     children = []
     for job in range(jobs):

@@ -21,7 +21,7 @@ from typing import Any
 
 from coverage import CoverageData
 from coverage.data import combine_parallel_data
-from suite_costs import MARKS, read_costs, run_suite
+from suite_costs import MARKS, plain_name, read_costs, run_suite
 
 SETTINGS = """
 [run]
@@ -43,7 +43,7 @@ class Recorded:
         self.seconds: dict[str, float] = {}
         for test, seconds, passed in read_costs(folder / "costs.jsonl"):
             if passed:
-                self.seconds[test] = seconds
+                self.seconds[plain_name(test)] = seconds
         self._file = str(folder / "coverage")
         self._measured = {file.rpartition("/src/")[2]: file for file in self._opened().measured_files()}
 
@@ -60,7 +60,8 @@ class Recorded:
         for line, names in self._opened().contexts_by_lineno(measured).items():
             if lines[0] <= line <= lines[1]:
                 contexts |= set(names)
-        return {name.partition("|")[0] for name in contexts if "|" in name} & self.seconds.keys(), "" in contexts
+        tests = {plain_name(name.partition("|")[0]) for name in contexts if "|" in name}
+        return tests & self.seconds.keys(), "" in contexts
 
 
 def record(tree: Path, folder: Path, suites: list[str], processes: int) -> None:
