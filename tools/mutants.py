@@ -8,9 +8,10 @@
 A mutant is one small change of one file: a comparison or an operator replaced, a constant changed, a statement dropped,
 two arguments swapped. A test that fails with it kills it. `run` tries each mutant in a scratch copy of the tree, against
 the tests that execute the changed line (as suite_coverage.py recorded), those of the same folder first, then cheapest
-first, within --budget seconds of their recorded time. A line that only worker processes execute is tried against the tests
-of its folder that start processes. `run --tree` takes another checkout, such as one with the tests of an older commit.
-Tests that fail without a mutant, too, kill nothing: each killing test runs once more on the unchanged source.
+first, within --budget seconds of their recorded time, in which what the tests of a file share counts once. A line that only
+worker processes execute is tried against the tests of its folder that start processes, one that nothing is seen to execute,
+such as a compiled kernel's, against all of its folder. `run --tree` takes another checkout, such as one with the tests of
+an older commit. Tests that fail without a mutant, too, kill nothing: each killing test runs once more on the unchanged source.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from suite_coverage import Recorded
+from suite_coverage import Recorded, file_of
 
 COMPARISONS = {
     ast.Lt: ("<", "<="),
@@ -212,24 +213,18 @@ def tests_of(change: Change, recorded: Recorded, budget_s: float) -> list[str]:
         }
     if not executing or (elsewhere and not change.mutant.function):  # a compiled kernel's lines are seen by nobody
         executing |= {test for test in recorded.seconds if test.startswith(folder)}
-    dearest: dict[str, float] = defaultdict(float)  # of a file's tests: the one that paid for what they share
-    for test, seconds in recorded.seconds.items():
-        dearest[file_of(test)] = max(dearest[file_of(test)], seconds)
+    seconds, dearest = recorded.seconds, recorded.dearest
     order = sorted(
-        executing, key=lambda test: (not test.startswith(folder), dearest[file_of(test)], recorded.seconds[test], test)
+        executing, key=lambda test: (not test.startswith(folder), dearest[file_of(test)], seconds[test], test)
     )
     chosen, files, total = [], set[str](), 0.0
     for test in order:
-        total += recorded.seconds[test] if file_of(test) in files else COLLECTING_S + dearest[file_of(test)]
+        total += seconds[test] if file_of(test) in files else COLLECTING_S + dearest[file_of(test)]
         if chosen and total > budget_s:
             break
         files.add(file_of(test))
         chosen.append(test)
     return sorted(chosen, key=lambda test: (not test.startswith(folder), file_of(test)))
-
-
-def file_of(test: str) -> str:
-    return test.partition("::")[0]
 
 
 # -- trying them -------------------------------------------------------------------------------------------------------
@@ -280,7 +275,8 @@ def run_tests(tree: Path, tests: list[str]) -> str:
 
 
 def failing_test(tree: Path, tests: list[str], limit_s: float) -> str | None:
-    """The first of the tests that fails in a process of its own, or None. `timeout`: no end within `limit_s`."""
+    """The first of the tests that fails in a process of its own, or None; NO_TEST or NOT_RUN with the reason, where none
+    could be run; `timeout`: no end within `limit_s`."""
     if not tests:
         return None
     reads, writes = os.pipe()
@@ -344,7 +340,7 @@ class Copy:
                 found = failing_test(self.tree, left, self._limit_s)
             if found is None:
                 return None
-            if found not in tests:  # no test: pytest's exit code, or no end
+            if found not in tests:  # no test: pytest's exit code, no run, or no end
                 if failing_test(self.tree, left, self._limit_s) == found:
                     raise RuntimeError(
                         f"{found} without a mutant, too, by {len(left)} tests from {left[0]} to {left[-1]}"

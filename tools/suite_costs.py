@@ -47,15 +47,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """This file is a plugin of the processes of pytest, too: it notes what each test costs, and whether it passed."""
     before, failed = cpu_seconds(), item.session.testsfailed
     result = yield
-    line = json.dumps([plain_name(item.nodeid), round(cpu_seconds() - before, 2), item.session.testsfailed == failed])
+    line = json.dumps([item.nodeid, round(cpu_seconds() - before, 2), item.session.testsfailed == failed])
     with open(os.environ["SUITE_COSTS"], "a") as file:  # one write a line: several processes append
         file.write(line + "\n")
     return result
-
-
-def plain_name(test: str) -> str:
-    """Of a test, without the group that pytest-xdist adds for `--dist loadgroup`: file::test[case], not file::test[case]@spark."""
-    return re.sub(r"@[^@\]]+$", "", test)
 
 
 def run_suite(tree: Path, suite: str, costs: Path, *options: str, processes: int = 2) -> int:
@@ -71,7 +66,13 @@ def run_suite(tree: Path, suite: str, costs: Path, *options: str, processes: int
 
 def read_costs(costs: Path) -> list[tuple[str, float, bool]]:
     """(test, CPU seconds, passed)"""
-    return [tuple(json.loads(line)) for line in costs.read_text().splitlines()]
+    rows = map(json.loads, costs.read_text().splitlines())
+    return [(plain_name(test), seconds, passed) for test, seconds, passed in rows]
+
+
+def plain_name(test: str) -> str:
+    """Of a test, without the group that pytest-xdist adds for `--dist loadgroup`: file::test[case], not file::test[case]@spark."""
+    return re.sub(r"@[^@\]]+$", "", test)
 
 
 def main() -> None:

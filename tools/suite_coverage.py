@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,17 @@ class Recorded:
         self.seconds: dict[str, float] = {}
         for test, seconds, passed in read_costs(folder / "costs.jsonl"):
             if passed:
-                self.seconds[plain_name(test)] = seconds
+                self.seconds[test] = seconds
         self._file = str(folder / "coverage")
         self._measured = {file.rpartition("/src/")[2]: file for file in self._opened().measured_files()}
+
+    @cached_property
+    def dearest(self) -> dict[str, float]:
+        """By file: the seconds of the test that paid for what its tests share."""
+        found: dict[str, float] = defaultdict(float)
+        for test, seconds in self.seconds.items():
+            found[file_of(test)] = max(found[file_of(test)], seconds)
+        return found
 
     def _opened(self) -> CoverageData:
         """Opened anew each time: an object that was read before a fork erases the file when it is asked after it."""
@@ -62,6 +71,10 @@ class Recorded:
                 contexts |= set(names)
         tests = {plain_name(name.partition("|")[0]) for name in contexts if "|" in name}
         return tests & self.seconds.keys(), "" in contexts
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def record(tree: Path, folder: Path, suites: list[str], processes: int) -> None:
