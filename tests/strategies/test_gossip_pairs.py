@@ -1,8 +1,10 @@
 """Gossip in pairs on mathematics that a hand can check, and as runs that go on with another number of workers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from by_hand import Hand, hands, slope
 
 from manyhands.checkpoint import checkpoints, run_state
@@ -31,6 +33,21 @@ def test_two_workers_at_their_own_pace_by_hand() -> None:
     assert first == pytest.approx([0.1, 0.2], abs=1e-15)  # (.05 + .15) / 2 + .1
     assert second == pytest.approx([0.15], abs=1e-15)  # (.1 + 0) / 2 + .1
     assert center == same == pytest.approx(0.15)  # three steps of .1 by two workers
+
+
+def test_alone_a_worker_keeps_its_own_bits() -> None:
+    """The sum of what steps moved is not always rounded as the steps were, so the server's answer is not taken over."""
+
+    def program(hand: Hand) -> tuple[float, float]:
+        server, push = hand.worker.server, hand.worker.server.push
+        server.push = lambda *given, **named: replace(
+            push(*given, **named), answer=torch.full_like(given[0], torch.nan)
+        )
+        for _ in range(3):
+            hand.tick()
+        return float(hand.x), float(hand.center)
+
+    assert hands("gossip:graph=pairs", [slope(-1.0)], program) == [(0.1 + 0.1 + 0.1,) * 2]
 
 
 def test_in_whatever_order_nothing_is_lost() -> None:
