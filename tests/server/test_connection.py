@@ -137,21 +137,22 @@ def test_a_request_says_of_which_vectors_it_speaks():
 def test_a_shard_that_answers_nonsense_is_named():
     """Memory for a vector that never comes must not be taken. What else a snapshot cannot say: test_shard.py."""
     snapshot = {"names": ["center"], "numbers": {"version": 1}}
-    for kind, said, elements in [
-        (Kind.SNAPSHOT, snapshot, 1 << 37),
-        (Kind.SNAPSHOT, snapshot, N - 1),
-        (Kind.SNAPSHOT, {**snapshot, "names": ["center", *map(str, range(1000))]}, N),
-        (Kind.LATE, {"worker": "x", "seconds": 1}, N),
-        (Kind.LATE, {"worker": 0, "seconds": None}, N),
+    for kind, said, elements, dtype in [
+        (Kind.SNAPSHOT, snapshot, 1 << 37, torch.float32),
+        (Kind.SNAPSHOT, snapshot, N - 1, torch.float32),
+        (Kind.SNAPSHOT, snapshot, N, torch.int64),
+        (Kind.SNAPSHOT, {**snapshot, "names": ["center", *map(str, range(1000))]}, N, torch.float32),
+        (Kind.LATE, {"worker": "x", "seconds": 1}, N, torch.float32),
+        (Kind.LATE, {"worker": 0, "seconds": None}, N, torch.float32),
     ]:
         its, mine = socket.socketpair()
         shard = Channel(its, peer="worker 0", timeout_s=10)
         client = ServedServer(ServerSpec(rule="add"), [channel_to(0, mine, 10)], hosts=["host-a"], memory_from=-1)
         shard.send(Frame(kind=Kind.DONE))
         client.initialize(torch.zeros(N))
-        answers = [Frame(kind=kind, blob=to_json(said)), Frame(kind=Kind.VECTOR, elements=elements)]
+        answers = [Frame(kind=kind, blob=to_json(said)), Frame(kind=Kind.VECTOR, elements=elements, dtype=dtype)]
         its.sendall(b"".join(pack(frame) + frame.blob for frame in answers))
-        refused("server shard 0.*expected", client.capture, kind=ShardLost, case=(said, elements))
+        refused("server shard 0.*expected", client.capture, kind=ShardLost, case=(said, elements, dtype))
         client.close()
         shard.close()
 
