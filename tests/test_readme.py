@@ -112,7 +112,8 @@ def follow(words: list[str], folder: Path) -> None:
 def limits(words: list[str], folder: Path) -> list[str]:
     """What makes a command short: few steps, once, and a directory of its own where a run says none."""
     if words[1] == "compare":
-        return ["--engine", "sim", "--max-steps", "6", "--repeats", "1", "--validations", "1"]
+        simulated = [] if any("hogwild" in word for word in words) else ["--engine", "sim"]  # it needs processes
+        return [*simulated, "--max-steps", "6", "--repeats", "1", "--validations", "1"]
     if words[1] == "calibrate":
         return ["--quick", "--strategies", "none"]
     if words[1] != "train" or "--help" in words:

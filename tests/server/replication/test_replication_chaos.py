@@ -41,7 +41,7 @@ class CopyProcess:
     released: ReleasedReplies
     alive: bool = True
     cut_off: bool = False  # from the driver
-    connections: set[WorkerProcess] = field(default_factory=set)
+    connections: dict[WorkerProcess, int] = field(default_factory=dict)  # and which of the worker's connections it is
     link: Link | None = None
     waiting: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # (index, what leaves then)
     asking: dict[int, Callable[[Any, int], None]] = field(default_factory=dict)  # worker id -> who waits for a release
@@ -67,6 +67,7 @@ class WorkerProcess:
     program: Generator[Request, Any, None]
     request: Request | None = None
     to: CopyProcess | None = None
+    connection: int = 0  # how many it has had
     view: int = -1
     ready: bool = False  # connected, and active there where it was before
     active: bool = False
@@ -250,8 +251,9 @@ class World(chaos.World):
         if not to.alive:
             self.lost_connection(worker, to)
             return
-        worker.to, worker.view = to, view
-        self.to_copy(to, lambda: to.connections.add(worker))  # the driver hands it its end
+        worker.to, worker.view, worker.connection = to, view, worker.connection + 1
+        taken = {worker: worker.connection}
+        self.to_copy(to, lambda: to.connections.update(taken))  # the driver hands it its end
         if worker.active:
             self.post(worker, Call.ACTIVATE, {}, lambda _: self.make_ready(worker))
         else:
@@ -270,14 +272,14 @@ class World(chaos.World):
 
     def post(self, worker: WorkerProcess, call: Call, values: dict[str, Any], answered: Callable[[Any], None]) -> None:
         worker.serial += 1
-        serial, to = worker.serial, worker.to
+        serial, to, connection = worker.serial, worker.to, worker.connection
         if to is None:
             return
 
         def arrive() -> None:
-            if to.alive and worker in to.connections and worker.to is to:
+            if to.alive and to.connections.get(worker) == connection and worker.to is to:
                 self.serve(to, worker, call, values, lambda value: self.after(self.late(), partial(back, value)))
-            elif to.alive and worker.to is to:
+            elif to.alive and worker.to is to and worker.connection == connection:
                 self.after(0.05, arrive)  # it waits in the socket until that end is taken
 
         def back(value: Any) -> None:
@@ -376,7 +378,7 @@ class World(chaos.World):
     def close_connection(self, worker: WorkerProcess, one: CopyProcess) -> None:
         """The copy notices: the worker may come again."""
         if worker in one.connections:
-            one.connections.remove(worker)
+            del one.connections[worker]
             one.asking.pop(worker.worker_id, None)
 
     def leave(self, one: CopyProcess, index: int, action: Callable[[], None]) -> None:
