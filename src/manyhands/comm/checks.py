@@ -134,23 +134,32 @@ _OPERATION = {name: number for number, name in enumerate(OPERATIONS)}
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def signature(operation: str, dtype: torch.dtype = torch.uint8, source: int = 0) -> int:
-    """One number for (operation, dtype, source). BadInput for a dtype that cannot travel."""
+_LINE = 40  # above these bits of a signature stands the caller's line
+
+
+def signature(operation: str, dtype: torch.dtype = torch.uint8, source: int = 0, line: int = 0) -> int:
+    """One number of 64 bits for (operation, dtype, source), and for errors `Group.line`. BadInput for a dtype that cannot travel."""
     number = _DTYPE.get(dtype)
     if number is None:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise BadInput(f"{operation} takes tensors of {names}; got {dtype}: convert or view it as one of these first")
-    return _OPERATION[operation] | number << 8 | source << 16
+    return _OPERATION[operation] | number << 8 | source << 16 | min(line, 0x7FFFFF) << _LINE
+
+
+def without_line(number: int) -> int:
+    """What must be equal on all ranks of a signature."""
+    return number & ((1 << _LINE) - 1)
 
 
 def describe(number: int, n: int) -> str:
     """The operation of a signature on n elements, in words."""
     operation = OPERATIONS[number & 0xFF]
+    line = f" in line {number >> _LINE}" if number >> _LINE else ""
     if operation in ("barrier", "all_gather_json"):
-        return operation
+        return f"{operation}{line}"
     dtype = str(DTYPES[number >> 8 & 0xFF]).removeprefix("torch.")
-    source = f" from worker {number >> 16}" if operation == "broadcast_" else ""
-    return f"{operation}{source} of {n} {dtype}"
+    source = f" from worker {without_line(number) >> 16}" if operation == "broadcast_" else ""
+    return f"{operation}{source} of {n} {dtype}{line}"
 
 
 def itemsize(number: int) -> int:

@@ -30,6 +30,7 @@ from manyhands.comm.checks import (
     restore,
     signature,
     slice_of,
+    without_line,
 )
 from manyhands.comm.group import Done, Group, Ledger, MeanResult, Work
 from manyhands.comm.mailbox import Mailbox
@@ -196,13 +197,13 @@ class DeviceGroup(FirstError, Group):
     def _meet(self, operation: str, tensor: Tensor, source: int = 0, words: Sequence[Any] = ()) -> list[list[Any]]:
         """Every rank's words, once all have come to the same operation."""
         host = self._through()
-        number, n = signature(operation, tensor.dtype, source), tensor.numel()
+        number, n = signature(operation, tensor.dtype, source, self.line), tensor.numel()
         try:
             everybodys = host.all_gather_json([number, n, *words])
         except PeerLost as lost:
             raise PeerLost(lost.rank, lost.host, operation, self.step, lost.seconds, lost.why) from lost
         for rank, theirs in enumerate(everybodys):
-            if theirs[:2] != [number, n]:
+            if [without_line(theirs[0]), theirs[1]] != [without_line(number), n]:
                 own, other = describe(number, n), describe(*theirs[:2])
                 raise self.fail(different_operations(self.step, self.rank, own, rank, other))
         return [theirs[2:] for theirs in everybodys]

@@ -94,6 +94,7 @@ class Group(ABC):
     ledger: Ledger
     waited_s: float = 0.0  # seconds this rank waited for its peers to arrive, summed over all operations
     step: int = 0  # the caller's step, for error messages; the loop sets it
+    line: int = 0  # of the program that calls, for error messages; 0: not known
 
     @abstractmethod
     def allocate(self, n: int, dtype: torch.dtype) -> Tensor:

@@ -287,7 +287,7 @@ class HierarchicalGroup(FirstError, Group):
 
     def _phase(self, group: Group, action: Callable[[], T]) -> T:
         """A part of an operation in one of the groups; after its error this group is unusable."""
-        group.step = self.step
+        group.step, group.line = self.step, self.line
         try:
             return action()
         except BadInput:

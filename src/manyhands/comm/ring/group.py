@@ -33,6 +33,7 @@ from manyhands.comm.checks import (
     restore,
     signature,
     slice_of,
+    without_line,
 )
 from manyhands.comm.group import Group, Ledger, MeanResult, Work
 from manyhands.comm.mailbox import Mailbox
@@ -336,7 +337,7 @@ class RingGroup(Group):
                 f"{operation} can carry at most {_MOST_TEXT:,} bytes of JSON or bits; got {len(text):,}: send them in "
                 "parts, or as a tensor"
             )
-        number = signature(operation, transfer.flat.dtype, source)
+        number = signature(operation, transfer.flat.dtype, source, self.line)
         self._links.begin(operation, self.step)
         self._sequence += 1
         for peer in self._links.peers:
@@ -357,9 +358,10 @@ class RingGroup(Group):
     def _arrival(self, rank: int, number: int, transfer: Transfer) -> tuple[float, bytes]:
         """(weight, text) of a peer; what goes first of its tensor follows."""
         frame, coming = self._links.header(rank), transfer.coming(rank)
-        if (frame.kind, frame.sequence, frame.a, frame.b) != (ARRIVE, self._sequence, number, transfer.n):
-            me, peer, called = self._links.names[self.rank], self._links.names[rank], describe(number, transfer.n)
-            raise self._links.fail(different_operations(self.step, me, called, peer, _called(frame)))
+        called = frame.kind, frame.sequence, without_line(frame.a), frame.b
+        if called != (ARRIVE, self._sequence, without_line(number), transfer.n):
+            me, peer, own = self._links.names[self.rank], self._links.names[rank], describe(number, transfer.n)
+            raise self._links.fail(different_operations(self.step, me, own, peer, _called(frame)))
         if not 0 <= frame.elements - coming <= _MOST_TEXT:
             raise self._links.fail(
                 ManyhandsError(

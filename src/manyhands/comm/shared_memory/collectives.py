@@ -26,6 +26,7 @@ from manyhands.comm.checks import (
     itemsize,
     other_message,
     restore,
+    without_line,
 )
 from manyhands.comm.group import Group, MeanResult, Work
 from manyhands.comm.reducing import CHUNK
@@ -207,10 +208,11 @@ class CollectiveRounds:
         if start:
             self._group.waited_s += time.perf_counter() - start
         headers = [self._board.read(rank, operation.sequence) for rank in range(self._group.size)]
-        own = (operation.signature, operation.n)
+        own = without_line(operation.signature), operation.n
         for rank, header in enumerate(headers):
-            if header[:2] != own:
-                step, called, theirs = self._group.step, describe(*own), describe(*header[:2])
+            if (without_line(header.signature), header.n) != own:
+                step, called = self._group.step, describe(operation.signature, operation.n)
+                theirs = describe(header.signature, header.n)
                 raise self._waiting.fail(different_operations(step, self._group.rank, called, rank, theirs))
         operation.run(operation, headers)
         operation.finished = True

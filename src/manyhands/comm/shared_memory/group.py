@@ -114,7 +114,11 @@ class SharedMemoryGroup(Group):
     @override
     def start_mean_(self, tensor: Tensor, weight: float = 1.0, bits: int = 0, lost: Tensor | None = None) -> Work:
         check_mean(tensor, weight, bits, lost)
-        number, run, blob = signature("mean_", tensor.dtype), partial(self._mean, lost=lost), bits_bytes(bits)
+        number, run, blob = (
+            signature("mean_", tensor.dtype, line=self.line),
+            partial(self._mean, lost=lost),
+            bits_bytes(bits),
+        )
         return self._rounds.begin(Operation(self._rounds, number, tensor, run, weight=float(weight), blob=blob))
 
     @override
@@ -274,7 +278,7 @@ class SharedMemoryGroup(Group):
         source: int = 0,
         blob: bytes = b"",
     ) -> None:
-        number = signature(name, tensor.dtype, source)
+        number = signature(name, tensor.dtype, source, self.line)
         self._rounds.begin(Operation(self._rounds, number, tensor, run, blob=blob)).wait()
 
     def _mean(self, operation: Operation, headers: list[Header], lost: Tensor | None) -> None:
