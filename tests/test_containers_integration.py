@@ -26,11 +26,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """In which `docker` makes such containers, and the user is one without privileges; skips where it cannot make any."""
     if Path(sys.prefix).is_relative_to("/tmp"):
         pytest.skip("the containers have a /tmp of their own, and this Python lies in /tmp")
-    path = programs(
-        tmp_path / "bin",
-        docker=f'exec {shlex.join([sys.executable, str(STAND_IN)])} "$@"',
-        id="echo 1000",
-    )
+    path = programs(tmp_path / "bin", docker=f'exec {shlex.join([sys.executable, str(STAND_IN)])} "$@"', id="echo 1000")
     known = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
     tried = docker(known, tmp_path, "run", *LIMITS, "--cpus", "1", "--entrypoint", "python", "manyhands", "-c", "")
     if tried.wait(DEADLINE_S):

@@ -56,11 +56,7 @@ def test_other_criteria_are_means_over_rows_and_one_that_does_not_average_is_ref
         assert counted(criterion, TARGETS) is None, criterion
         supervised(criterion)
     assert counted(F.cross_entropy, OUTPUTS.softmax(1)) is None  # targets that are probabilities
-    for sums in (
-        nn.MSELoss(reduction="sum"),
-        partial(F.cross_entropy, reduction="sum"),
-        nn.L1Loss(reduction="none"),
-    ):
+    for sums in (nn.MSELoss(reduction="sum"), partial(F.cross_entropy, reduction="sum"), nn.L1Loss(reduction="none")):
         refused("criterion must average over the batch", supervised, sums)
 
 

@@ -94,8 +94,7 @@ def test_a_stage_that_is_killed_or_raises_ends_the_run() -> None:
 @slow
 @pytest.mark.nightly  # without a loss; with one: test_stages_survive_integration.py
 @pytest.mark.parametrize(
-    ("workers", "here", "plan", "strategy"),
-    [(4, 3, "stages=4", "allreduce"), (4, 2, "stages=2", "downpour:bound=0")],
+    ("workers", "here", "plan", "strategy"), [(4, 3, "stages=4", "allreduce"), (4, 2, "stages=2", "downpour:bound=0")]
 )
 def test_stages_on_two_hosts(
     workers: int, here: int, plan: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,8 +130,7 @@ def test_a_replica_leases_as_one_and_each_push_is_one_version(strategy: str, tmp
 
 @slow
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("mlp", (4, PLAN), (6, "stages=3")), ("gpt", (2, None), (4, PLAN))],
+    ("name", "before", "after"), [("mlp", (4, PLAN), (6, "stages=3")), ("gpt", (2, None), (4, PLAN))]
 )
 def test_what_a_server_holds_goes_on_under_any_plan(
     name: str, before: tuple[int, str | None], after: tuple[int, str | None], tmp_path: Path

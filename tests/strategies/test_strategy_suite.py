@@ -191,8 +191,7 @@ _moves_alone = broken(LocalSGD, before=lambda r: r.idle and r.parameters.mul_(0.
 _finishes_twice = broken(AllReduce, finish=lambda self, r, w, s: r.parameters.mul_(0.9))
 _own_answer = broken(LocalSGD, consensus=lambda self, r, w, s: r.parameters)
 _consensus_moves = broken(
-    LocalSGD,
-    consensus=lambda self, r, w, s: r.set_parameters(LocalSGD.consensus(self, r, w, s)) or r.parameters,
+    LocalSGD, consensus=lambda self, r, w, s: r.set_parameters(LocalSGD.consensus(self, r, w, s)) or r.parameters
 )
 
 

@@ -256,10 +256,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(format: str, tmp_path: Path, mo
         moved.append(target)
         full() if len(moved) == 2 else move(self, source, target)
 
-    for owner, name, fails in [
-        (write.WRITERS[f".{format}"], "write", full),
-        (LocalFileSystem, "mv", second_fails),
-    ]:
+    for owner, name, fails in [(write.WRITERS[f".{format}"], "write", full), (LocalFileSystem, "mv", second_fails)]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails)
             words = "could not be written .No space left on device., and what was written"

@@ -2,14 +2,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.engines.driver.run_monitor import (
-    START_S,
-    Failed,
-    Failure,
-    Hung,
-    ProcessFinished,
-    RunMonitor,
-)
+from manyhands.engines.driver.run_monitor import START_S, Failed, Failure, Hung, ProcessFinished, RunMonitor
 
 FINISHED = ProcessFinished()
 

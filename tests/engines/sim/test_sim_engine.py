@@ -58,9 +58,6 @@ def test_sim_passes(workers: int, check: str) -> None:
     ENGINE_SUITE[check](Sim(), workers=workers)
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_interrupt_ends_all_of_it() -> None:
     """The others' `finally` blocks run, and the next launch works; so does an observer's error, which comes as it was."""
     tidied: list[int] = []
@@ -119,9 +116,6 @@ def test_what_is_refused_before_anything_is_written_or_computed(tmp_path: Path) 
     (tmp_path / "train.py").write_text("print('here')")
     with pytest.raises(Unsupported, match="all workers in this process.*manyhands.launch"):
         run_script(tmp_path / "train.py", workers=2, engine="sim")
-
-
-# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,9 +221,6 @@ def test_replicas_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch)
         gc.enable()
 
 
-# -- servers ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_dead_shard_ends_the_run_by_name_and_one_that_comes_back_costs_time_alone() -> None:
     plain = train(SECOND_A_ROW, "downpour:bound=0", servers=2)
     for what in ("restart", "pause"):
@@ -238,9 +229,6 @@ def test_a_dead_shard_ends_the_run_by_name_and_one_that_comes_back_costs_time_al
         assert late.seconds == pytest.approx(plain.seconds + 3.5), what  # asked at 4 s, answered at 7.5 s
     with pytest.raises(PeerLost, match="shard 1.*is gone"):
         train(f"{SECOND_A_ROW},faults='kill=shard1@10s'", "downpour", servers=2)
-
-
-# -- stopping, resuming, keeping -------------------------------------------------------------------------------------
 
 
 class StopsAt(Callback):
@@ -276,9 +264,6 @@ def test_a_run_directory_holds_virtual_time(tmp_path: Path) -> None:
     assert run.seconds > 26
     assert run.info["simulated"] == {"network": "latency=0.5", "compute": "row=1", "seed": "0"}
     assert result(tmp_path / "run")["seconds"] == run.seconds
-
-
-# -- what it shares with the caller's process ------------------------------------------------------------------------
 
 
 def state_of_the_process() -> list[Any]:
@@ -327,9 +312,6 @@ def test_a_given_module_holds_the_final_weights() -> None:
     assert torch.equal(flat(given), run.parameters)
     assert same(train(), run)
     assert same(train(task=task(model=lambda: shared)), run)
-
-
-# -- launch and prepare ----------------------------------------------------------------------------------------------
 
 
 def own_loop() -> tuple[Tensor, float]:
@@ -385,9 +367,6 @@ def test_the_strategy_of_a_launch_ends_with_it(monkeypatch: pytest.MonkeyPatch) 
     for strategy in ("local-sgd:period=3", mh.LocalSGD(period=3)):
         assert mh.launch(program, workers=3, engine="sim", strategy=strategy) == [strategy] * 3
         assert launched_strategy() is None
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def command(*arguments: str) -> Any:

@@ -22,9 +22,7 @@ from manyhands.replica.replica import Replica
 # -- manyhands itself ------------------------------------------------------------------------------------------------
 
 
-def test_wrong_weights_and_an_exchange_that_is_off_once_are_unexplained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_weights_and_an_exchange_that_is_off_once_are_unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sim_group, "shares_of", lambda weights, total: [1 / len(weights) for _ in weights])
         checked = check(planted.task(), engine="sim", steps=4)

@@ -393,12 +393,7 @@ class World(chaos.World):
             action()
 
     def serve(
-        self,
-        one: CopyProcess,
-        worker: WorkerProcess,
-        call: Call,
-        values: dict[str, Any],
-        answer: Callable[[Any], None],
+        self, one: CopyProcess, worker: WorkerProcess, call: Call, values: dict[str, Any], answer: Callable[[Any], None]
     ) -> None:
         """A worker's call at a primary, which the backup makes too; the answer leaves in time."""
         worker_id = worker.worker_id
