@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Damage], str]]] = {
     "keep": (BestModelPolicy.parse, lambda damage: damage.of_text(["best:", "max:", "loss", "last", *VALUES])),
     "ports": (ports_of, lambda damage: damage.of_text(["7000", "-", "7100", *VALUES])),
     "roles": (
-        lambda text: cast_of(text, None, None, None, "local"),
+        lambda text: cast_of(text, None, None, None),
         lambda damage: written(damage, "chief", "worker", "ps", "evaluator"),
     ),
     "address": (an_address, lambda damage: damage.of_text(["10.0.0.1", ":7000", "[::1]", "host", *VALUES])),

@@ -154,6 +154,31 @@ class RngScope:
         _set_cpu_state(self._outside.pop())
 
 
+class TorchScope:
+    """`with own:` draws torch's CPU numbers from a state of this rank's own; outside the generator stands as if nobody had.
+
+    It is seeded by the generator's state where it is first entered, and by `rank`.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._own: Tensor | None = None
+        self._outside: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._outside = torch.get_rng_state()
+        if self._own is None:
+            drawn = int(torch.randint(2**62, ()).item())
+            torch.default_generator.manual_seed(mixed((drawn, self._rank)))
+        else:
+            torch.set_rng_state(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        assert self._outside is not None
+        self._own = torch.get_rng_state()
+        torch.set_rng_state(self._outside)
+
+
 def _seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed CUDA too, which is not put back
     np.random.seed(seed % 2**32)

@@ -130,7 +130,7 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch)
     assert seen.pop("args") == ["--workers", "9", "-x", "--help", "--", "y"]
     given = {"path": Path("train.py"), "workers": 4, "strategy": "local-sgd:period=8", "servers": 2}
     defaults = {"engine": "local", "timeout_s": 300.0, "replaces_gloo": False, "max_restarts": 0}
-    nothing = dict.fromkeys(("threads_per_worker", "roles", "tensorboard", "around"))
+    nothing = dict.fromkeys(("threads_per_worker", "roles", "tensorboard", "around", "batches"))
     assert seen == given | defaults | nothing
 
 
@@ -210,7 +210,7 @@ def test_roles_of_another_frameworks_cluster_and_ways_to_run_that_cannot_be() ->
         ("chief=1,ps=2", None, "chief", {"chief": 1, "worker": 1, "ps": 2}, {0}),
         ("evaluator=1,worker=1", None, "worker,evaluator", {"worker": 1, "evaluator": 1}, {0, 1}),
     ):
-        cast = options.cast_of(roles, workers, until, None, "hosts")
+        cast = options.cast_of(roles, workers, until, None)
         assert (cast.counts, cast.awaited) == (counts, awaited), roles
     for words, says in (
         (["--roles", "ps"], "such as chief=1,worker=2,ps=1; not 'ps'"),
@@ -220,7 +220,7 @@ def test_roles_of_another_frameworks_cluster_and_ways_to_run_that_cannot_be() ->
         (["--as", "distributed", "--roles", "worker=2"], "both say whose program this is"),
         (["--as", "a-loop"], "--as must be one of loop, keras, distributed"),
         (["--auto", "--roles", "worker=2"], "leave one of them out"),
-        (["--auto", "--engine", "hosts"], "--auto runs a script on engine local"),
+        (["--auto", "--engine", "hosts", "-s", "diloco"], "shares slices of batches on engine local"),
         (["--verify", "3"], "add --auto"),
         (["--share-gpu"], "add --auto"),
         (["--auto", "--verify", "0"], "at least 1, not 0"),
@@ -229,7 +229,9 @@ def test_roles_of_another_frameworks_cluster_and_ways_to_run_that_cannot_be() ->
         (["--as", "distributed", "--verify", "3"], "leave it out, or give --as loop"),
         (["--as", "distributed", "--servers", "1"], "averages for itself: leave --strategy and --servers out"),
         (["--until", "chief"], "add --roles worker=2"),
-        (["--engine", "hosts"], "add --roles worker=2"),
+        (["--auto", "--batches", "whole", "-s", "downpour"], "each worker's model is its own"),
+        (["--batches", "some"], "batches must be whole or slices"),
+        (["--auto", "--own-batches", "--batches", "whole"], "leave one of them out"),
     ):
         refused(says, "run", *words, "script.py")
 

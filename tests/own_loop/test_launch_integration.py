@@ -69,8 +69,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("workers", "argument", "code"),
-    [(1, "0", 0), (1, "'a text'", 1), (2, "'a text'", 1), (2, "7 * rank", 7)],
+    ("workers", "argument", "code"), [(1, "0", 0), (1, "'a text'", 1), (2, "'a text'", 1), (2, "7 * rank", 7)]
 )
 def test_a_script_runs_as_main_the_first_rank_alone_is_heard_and_exit_codes_come_through(
     local: Local, path: Path, workers: int, argument: str, code: int, capfd: pytest.CaptureFixture[str]

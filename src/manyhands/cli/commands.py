@@ -256,12 +256,13 @@ def run(
     workers: options.Workers = None,
     strategy: options.ScriptStrategy = "allreduce",
     servers: options.ScriptServers = None,
-    engine: options.ScriptEngine = "local",
+    engine: options.ScriptEngine = "auto",
     threads_per_worker: options.Threads = None,
     timeout: options.Timeout = 300.0,
     auto: options.Auto = False,
     runs_as: options.RunsAs = None,
     verify: options.Verify = None,
+    batches: options.Batches = None,
     own_batches: options.OwnBatches = False,
     share_gpu: options.ShareGpu = False,
     roles: options.ScriptRoles = None,
@@ -298,11 +299,13 @@ def run(
             f"manyhands run {behind} {script} ...",
             err=True,
         )
+    engine = options.script_engine(engine, roles)
     observation = options.observation_of(
         script,
         auto=auto,
         runs_as=runs_as,
         verify=verify,
+        batches=batches,
         own_batches=own_batches,
         share_gpu=share_gpu,
         workers=workers,
@@ -311,7 +314,7 @@ def run(
         engine=engine,
     )
     distributed = observation is not None and observation.kind == DISTRIBUTED
-    cast = options.cast_of(roles, workers, until, tensorboard, engine, DISTRIBUTED if distributed else None)
+    cast = options.cast_of(roles, workers, until, tensorboard, DISTRIBUTED if distributed else None)
     if distributed and (strategy != "allreduce" or servers is not None):
         raise BadInput(
             f"{script} runs as distributed, a program that averages for itself: leave --strategy and --servers out, or give a plain loop, and --as loop"
@@ -327,6 +330,7 @@ def run(
                 workers or place.default_workers(),
                 observation.verify,
                 strategy,
+                batches,
                 place,
                 timeout,
             )
@@ -336,6 +340,7 @@ def run(
             arguments or [],
             workers=workers,
             strategy=strategy,
+            batches=batches,
             servers=servers,
             engine=place,
             threads_per_worker=threads_per_worker,
@@ -350,7 +355,14 @@ def run(
 
 
 def _verify(
-    script: Path, arguments: list[str], workers: int, steps: int, strategy: str, engine: Engine, timeout_s: float
+    script: Path,
+    arguments: list[str],
+    workers: int,
+    steps: int,
+    strategy: str,
+    batches: str | None,
+    engine: Engine,
+    timeout_s: float,
 ) -> None:
     """Raise ManyhandsError where the workers' first steps are not one process's."""
     from manyhands.evidence.check.rehearsal import rehearse
@@ -363,7 +375,14 @@ def _verify(
         f"manyhands: comparing {count(workers, 'worker')} with one process, without noise and in float64", err=True
     )
     found = rehearse(
-        script, arguments, workers=workers, steps=steps, engine=engine, strategy=strategy, timeout_s=timeout_s
+        script,
+        arguments,
+        workers=workers,
+        steps=steps,
+        engine=engine,
+        strategy=strategy,
+        batches=batches,
+        timeout_s=timeout_s,
     )
     if found.difference:
         raise ManyhandsError(f"{workers} workers are not one process: {found.difference}. Nothing was trained")

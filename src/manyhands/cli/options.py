@@ -20,6 +20,7 @@ from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
+from manyhands.own_loop.batches import WHOLE, batches_of, check_batches
 from manyhands.own_loop.observed.script import (
     DISTRIBUTED,
     KERAS,
@@ -163,6 +164,14 @@ Verify = Annotated[
 ShareGpu = Annotated[
     bool, _unchanged("--share-gpu", help="More workers than there are GPUs: several share one in turn.")
 ]
+Batches = Annotated[
+    str | None,
+    _run(
+        "--batches",
+        metavar="whole|slices",
+        help="What each worker's loop sees of a batch: all of it (calls of its models are cut by rows), or its slice (default).",
+    ),
+]
 OwnBatches = Annotated[
     bool,
     _unchanged(
@@ -176,7 +185,9 @@ Until = Annotated[
 ScriptTensorBoard = Annotated[
     Path | None, _frameworks("--tensorboard", help="Start TensorBoard on this folder, beside the chief.")
 ]
-ScriptEngine = Annotated[str, _frameworks("--engine", help="Where it runs: local, hosts:listen=ADDRESS …")]
+ScriptEngine = Annotated[
+    str, _run("--engine", help="Where it runs: local, hosts:listen=ADDRESS …; auto: torchrun's workers, else local.")
+]
 Engine = Annotated[
     str, _run("--engine", help="Where they run: see `manyhands engines`.", autocompletion=completing("engines"))
 ]
@@ -497,17 +508,15 @@ def cast_of(
     workers: int | None,
     until: str | None,
     tensorboard: Path | None,
-    engine: str,
     runs_as: str | None = None,
 ) -> Roles | None:
     """What --roles, --until, --as distributed and --workers say of another framework's cluster; None: there is none."""
     if runs_as == DISTRIBUTED:
         return Roles(workers=workers or 1, others={})
     if roles is None:
-        if until is not None or tensorboard is not None or engine != "local":
+        if until is not None or tensorboard is not None:
             raise BadInput(
-                "--until, --tensorboard and --engine need --roles, which describes another framework's cluster: add "
-                "--roles worker=2, or leave them out"
+                "--until and --tensorboard need --roles, which describes another framework's cluster: add --roles worker=2, or leave them out"
             )
         return None
     counts: dict[str, int] = {}
@@ -528,12 +537,20 @@ def cast_of(
     return Roles(workers=asked, others=counts, until=TRAINING if until is None else tuple(until.split(",")))
 
 
+def script_engine(given: str, roles: str | None) -> str:
+    """Where a script runs: the workers that torchrun started, where it did, else on this machine."""
+    if given != "auto":
+        return given
+    return "torchrun" if roles is None and launchers.started_as_one_of_several() else "local"
+
+
 def observation_of(
     script: Path,
     *,
     auto: bool,
     runs_as: str | None,
     verify: int | None,
+    batches: str | None,
     own_batches: bool,
     share_gpu: bool,
     workers: int | None,
@@ -541,13 +558,14 @@ def observation_of(
     roles: str | None,
     engine: str,
 ) -> Observation | None:
-    """What --auto, --as, --verify and --own-batches say of a script that knows of no workers; None: it knows of them."""
+    """What --auto, --as, --verify, --batches and --own-batches say of a script that knows of no workers; None: it knows of them."""
     if runs_as is not None and runs_as not in KINDS:
         raise BadInput(f"--as must be one of {', '.join(KINDS)}; not {runs_as!r}")
     if runs_as is not None and roles is not None:
         raise BadInput(f"--as {runs_as} and --roles both say whose program this is: leave one of them out")
     if auto and roles is not None:
         raise BadInput("--auto watches a loop, and --roles starts another framework's cluster: leave one of them out")
+    check_batches(batches)
     if not auto and runs_as is None:
         asked = {"--verify": verify is not None, "--own-batches": own_batches, "--share-gpu": share_gpu}
         given = next((option for option, one in asked.items() if one), "")
@@ -559,9 +577,22 @@ def observation_of(
     check_libraries(text)
     kind = runs_as or kind_of(text, gpus=gpus)
     check_gpus(workers, gpus, share_gpu)
-    if auto and kind != DISTRIBUTED and engine != "local":
+    if own_batches and batches == WHOLE:
         raise BadInput(
-            f"--auto runs a script on engine local, not on {engine}: leave --engine out, or call mh.prepare in the script"
+            "--own-batches gives each worker a batch of its own, and --batches whole the same to all: leave one of them out"
+        )
+    if batches == WHOLE and kind == KERAS:
+        raise BadInput(f"--batches whole is of a loop, and {script} runs as keras: leave it out, or give --as loop")
+    if batches == WHOLE:
+        _sees_whole(batches, own_batches, strategy)
+    if (
+        auto
+        and kind != DISTRIBUTED
+        and engine != "local"
+        and (kind == KERAS or not _sees_whole(batches, own_batches, strategy))
+    ):
+        raise BadInput(
+            f"--auto shares slices of batches on engine local, not on {engine}: leave --engine out, call mh.prepare in the script, or give --batches whole"
         )
     if verify is not None and verify < 1:
         raise BadInput(f"--verify takes the number of steps to compare, at least 1, not {verify}")
@@ -576,7 +607,13 @@ def observation_of(
         check_exact(strategy)
     if runs_as is None and kind != LOOP:
         typer.echo(f"manyhands: {script.name} is run as {kind} (--as decides otherwise)", err=True)
-    return Observation(kind=kind, own_batches=own_batches, verify=verify or 0, chosen=runs_as is None)
+    return Observation(kind=kind, batches=batches, own_batches=own_batches, verify=verify or 0, chosen=runs_as is None)
+
+
+def _sees_whole(batches: str | None, own_batches: bool, strategy: str) -> bool:
+    from manyhands.strategies import strategy_of
+
+    return not own_batches and batches_of(batches, strategy_of(strategy)) == WHOLE
 
 
 def check_gpus(workers: int | None, gpus: int, share_gpu: bool) -> None:
@@ -599,6 +636,7 @@ def around_of(
         return None
     return Observed(
         strategy,
+        batches=observation.batches,
         own_batches=observation.own_batches,
         may_make_group=observation.kind == DISTRIBUTED,
         timeout_s=timeout_s,

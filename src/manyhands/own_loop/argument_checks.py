@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -120,6 +121,17 @@ def check_same(worker: Worker, shapes: list[list[int]]) -> None:
             raise BadInput(
                 f"all workers must unfreeze the same parameters in the same step: those of worker 0 are of the shapes {everyone[0]}, "
                 f"those of worker {rank} {theirs}"
+            )
+
+
+def check_same_shapes(worker: Worker, tensors: list[str]) -> None:
+    """A collective: BadInput unless all workers prepare models with the same tensors."""
+    everyone = worker.group.all_gather_json(tensors)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            mine, other = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)
+            raise BadInput(
+                f"all workers must prepare the same model: worker 0 has {mine} where worker {rank} has {other}"
             )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that
 T = TypeVar("T")
 Around = Callable[[str], AbstractContextManager[None]]
 
-VARIABLE = "MANYHANDS_STRATEGY"
+VARIABLE, BATCHES = "MANYHANDS_STRATEGY", "MANYHANDS_BATCHES"
 _SERVERLESS = "allreduce"
 
 _chosen: Strategy | None = None
@@ -43,11 +43,18 @@ def launched_strategy() -> Strategy | str | None:
     return _chosen or os.environ.get(VARIABLE) or None
 
 
+def launched_batches() -> str | None:
+    """What `launch(batches=…)` or `manyhands run --batches` says to this process, else the variable MANYHANDS_BATCHES, else
+    None."""
+    return os.environ.get(BATCHES) or None
+
+
 def launch(
     function: Callable[..., T],
     *args: Any,
     workers: int | None = None,
     strategy: Strategy | str | None = None,
+    batches: str | None = None,
     servers: int | None = None,
     server: ServerSpec | None = None,
     engine: Engine | str = "auto",
@@ -58,7 +65,7 @@ def launch(
 
     Where every worker makes this call itself (torchrun, a script under `manyhands run`), the list holds this rank's own
     value, and None for the others. Ranks other than the first are quiet: see `own_loop.rank_zero.mute_nonzero_ranks`.
-    Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy`. workers=None: one per visible GPU,
+    Inside, `mh.worker()` is the current Worker and `mh.prepare` uses `strategy` and `batches`. workers=None: one per visible GPU,
     else 1; one worker runs in this process. servers: shards of the parameter server. Given, there is one also where the
     strategy needs none, for code of your own: it is `mh.worker().server` (see `manyhands.server.base.Server`), and adds
     up what is pushed, or does what `server` says. The function, its arguments and what it returns travel by pickle, so
@@ -71,12 +78,14 @@ def launch(
     place = engine_of(engine)
     spec = _plan(place, workers, threads_per_worker, timeout_s)
     spec = _with_server(spec, place, strategy, servers, server)
+    _check_batches(batches, strategy)
     if not place.capabilities.simulated:
-        return place.launch(_Call(function, args, strategy, timeout_s), spec)
+        return place.launch(_Call(function, args, strategy, batches, timeout_s), spec)
     from manyhands.own_loop.rank_zero import only_first_speaks
 
-    with _choose(strategy), only_first_speaks(spec.workers):  # for all workers at once: they take turns in this process
-        return place.launch(_Call(function, args, None, timeout_s), spec)
+    # for all workers at once: they take turns in this process
+    with _choose(strategy, batches), only_first_speaks(spec.workers):
+        return place.launch(_Call(function, args, None, None, timeout_s), spec)
 
 
 def run_script(
@@ -85,6 +94,7 @@ def run_script(
     *,
     workers: int | None = None,
     strategy: Strategy | str | None = None,
+    batches: str | None = None,
     servers: int | None = None,
     engine: Engine | str = "auto",
     threads_per_worker: int | None = None,
@@ -109,6 +119,7 @@ def run_script(
     if not Path(path).is_file():
         raise BadInput(_no_script(str(path)))
     place = engine_of(engine)
+    _check_batches(batches, strategy)
     if place.capabilities.simulated:
         raise Unsupported(
             f"engine {place.name} runs all workers in this process, and a script needs one for itself: put the code "
@@ -130,7 +141,7 @@ def run_script(
             while True:
                 try:
                     if roles is None:
-                        place.launch(_Call(_as_main, program, strategy, timeout_s), spec)
+                        place.launch(_Call(_as_main, program, strategy, batches, timeout_s), spec)
                     else:
                         run(
                             place,
@@ -233,6 +244,16 @@ def _with_server(
     return replace(spec, server=server, servers=servers or 1)
 
 
+def _check_batches(batches: str | None, strategy: Strategy | str | None) -> None:
+    """BadInput or Unsupported, before anything starts, for batches that workers of this strategy cannot see."""
+    if batches is None:
+        return
+    from manyhands.own_loop.batches import batches_of
+    from manyhands.strategies import strategy_of
+
+    batches_of(batches, strategy_of(strategy or launched_strategy() or _SERVERLESS))
+
+
 @dataclass(frozen=True)
 class _Call:
     """The program of a worker."""
@@ -240,6 +261,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     strategy: Strategy | str | None
+    batches: str | None
     timeout_s: float
 
     def __call__(self, worker: Worker) -> Any:
@@ -250,8 +272,13 @@ class _Call:
         if worker.shares_process:
             return self.function(*self.args)
         mute_nonzero_ranks(worker, self.timeout_s)
-        with _choose(self.strategy), warning_if_unprepared(worker):
-            return self.function(*self.args)
+        whole_before = worker.prepared is not None and worker.prepared.whole is not None
+        with _choose(self.strategy, self.batches), warning_if_unprepared(worker):
+            try:
+                return self.function(*self.args)
+            finally:
+                if worker.prepared is not None and not whole_before:
+                    worker.prepared.end_whole()
 
 
 def _as_main_of(cluster: Cluster, *program: Any) -> None:
@@ -315,21 +342,24 @@ def _terminated(number: int, frame: object) -> None:
 
 
 @contextmanager
-def _choose(strategy: Strategy | str | None) -> Iterator[None]:
-    """Within, `launched_strategy` says this strategy; None leaves what was there."""
+def _choose(strategy: Strategy | str | None, batches: str | None) -> Iterator[None]:
+    """Within, `launched_strategy` and `launched_batches` say these; None leaves what was there."""
     global _chosen
-    before, variable = _chosen, os.environ.get(VARIABLE)
+    before, variables = _chosen, {name: os.environ.get(name) for name in (VARIABLE, BATCHES)}
     if isinstance(strategy, str):
         _chosen, os.environ[VARIABLE] = None, strategy
     elif strategy is not None:
         _chosen = strategy
+    if batches is not None:
+        os.environ[BATCHES] = batches
     try:
         yield
     finally:
         _chosen = before
-        os.environ.pop(VARIABLE, None)
-        if variable is not None:
-            os.environ[VARIABLE] = variable
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -19,7 +19,9 @@ from manyhands.engines.own_rules import list_rule
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop import prepared_loader
-from manyhands.own_loop.launch import launched_strategy
+from manyhands.own_loop.argument_checks import check_arguments, root_of
+from manyhands.own_loop.batches import WHOLE, batches_of
+from manyhands.own_loop.launch import launched_batches, launched_strategy
 from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
 from manyhands.own_loop.prepared_loader import check_loader, part_of, warn_of_whole_items
@@ -44,7 +46,12 @@ Given = Iterable[Any] | LRScheduler
 
 
 def prepare(
-    model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None, model_parallel: str | None = None
+    model: M,
+    optimizer: O,
+    *others: Given,
+    strategy: Strategy | str | None = None,
+    batches: str | None = None,
+    model_parallel: str | None = None,
 ) -> Prepared[M, O]:
     """Make a plain training script one of any number of workers; alone, it stays bit for bit what it was.
 
@@ -64,6 +71,10 @@ def prepare(
     without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
     and a warning says so.
 
+    batches: "whole": each worker's loop sees whole batches, and calls of modules are cut by rows, so that any loss, metric
+    and batch norm are one process's (see docs/zero.md). Loaders come back as they are, `mh.share` gives all rows,
+    `mh.weight` changes nothing. For allreduce, on engines whose workers are processes. "slices": it sees its rows. None:
+    that of `manyhands run` or `launch`, else the variable MANYHANDS_BATCHES, else slices.
     model_parallel: refused. A stage's backward waits for that of the next one, which cannot run between a loop's own
     lines: `mh.train(task, model_parallel="stages=2")`.
     strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
@@ -95,18 +106,25 @@ def prepare(
             f"prepare takes no model_parallel ({model_parallel}): stages are spans of a declared task's loss, and another stage's backward cannot run between the "
             f'lines of a loop. Declare a task, and train it with mh.train(task, model_parallel="{model_parallel}")'
         )
-    if session().observed is not None:
+    if session().unchanged:
         raise BadInput(
             "this script calls mh.prepare, and --auto prepares scripts that do not: leave --auto out, or the call"
         )
-    return prepare_on(session(), model, optimizer, *others, strategy=strategy)
+    return prepare_on(session(), model, optimizer, *others, strategy=strategy, batches=batches)
 
 
 def prepare_on(
-    session: Session, model: M, optimizer: O, *others: Given, strategy: Strategy | str | None = None
+    session: Session,
+    model: M,
+    optimizer: O,
+    *others: Given,
+    strategy: Strategy | str | None = None,
+    batches: str | None = None,
 ) -> Prepared[M, O]:
     """`prepare` for the Worker of a given session."""
     chosen, worker = strategy_of(strategy or launched_strategy() or DEFAULT), session.worker
+    if batches_of(batches or launched_batches(), chosen) == WHOLE and worker.size > 1:
+        return _prepare_whole(session, chosen, model, optimizer, *others)
     for given in others:
         if isinstance(given, LRScheduler):
             check_scheduler(given, optimizer)
@@ -130,6 +148,27 @@ def prepare_on(
         optimizer,
         *(given if isinstance(given, LRScheduler) else prepared_loader.share(given, session, pair) for given in others),
     )
+
+
+def _prepare_whole(session: Session, strategy: Strategy, model: M, optimizer: O, *others: Given) -> Prepared[M, O]:
+    """Every worker has whole batches; schedulers and loaders stay what they are."""
+    if session.worker.shares_process:
+        raise Unsupported(
+            "batches=whole replaces torch's functions in each worker's process, and on engine sim all workers are in one: use engine local, or batches=slices"
+        )
+    root = root_of(model)
+    check_arguments(root, optimizer, strategy, session.worker)
+    for given in others:
+        if not isinstance(given, LRScheduler):
+            check_loader(given, 1)
+    script = session.run_whole()
+    script.prepare(root, optimizer)
+    if strategy != type(strategy)():  # compressed, overlapping, …: its own exchange
+        pair = Pair(session, model, optimizer, strategy)
+        script.average_elsewhere(pair.replica.trainable)
+    session.prepared += 1
+    optimizer.manyhands_trains = True  # type: ignore[attr-defined]
+    return (model, optimizer, *others)
 
 
 def worker() -> Worker:
@@ -166,7 +205,7 @@ def share(rows: B) -> B:
     Raises BadInput for fewer rows than workers, and for tensors of unequal length.
     """
     here = session()
-    if here.worker.size == 1:
+    if here.worker.size == 1 or here.whole is not None:
         return rows
     if here.own_pace is not None:
         raise Unsupported(

@@ -32,6 +32,7 @@ from manyhands.own_loop.argument_checks import (
 from manyhands.own_loop.backward_watch import Roots, watch
 from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps, checksum
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
+from manyhands.own_loop.whole.script import WholeScript
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
@@ -123,6 +124,8 @@ class Session:
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
         self._summed = False  # the backward under way is of a sum over rows
         self.observed: BackwardObserver | None = None  # of an observed loop: it says what a backward counts
+        self.whole: WholeScript | None = None  # every worker has the whole batch: see `run_whole`
+        self.unchanged = False  # the script knows of no workers
         if worker.size > 1:
             watch(self)
 
@@ -136,9 +139,22 @@ class Session:
         """Of the loader whose batch is at hand, where workers go at their own pace: they may exchange through no group."""
         return next((one.progress for one in reversed(self._rows) if one.progress is not None), None)
 
+    def run_whole(self) -> WholeScript:
+        """From now on every worker computes with whole batches, and calls of modules are cut by rows. A collective, once."""
+        if self.whole is None:
+            self.whole = WholeScript(self.worker)
+            self.whole.install()
+        return self.whole
+
+    def end_whole(self) -> None:
+        """The part of the program that computed with whole batches is over. Nothing where there was none."""
+        if self.whole is not None:
+            self.whole.leave()
+            self.whole = None
+
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
-        if not self._began and self.worker.rank and self.observed is None:
+        if not self._began and self.worker.rank and self.observed is None and self.whole is None:
             rng.seed_all(torch.initial_seed(), self.worker.rank)
         self._began = True
 
@@ -150,6 +166,8 @@ class Session:
 
     def next_backward(self) -> Backward:
         """What a backward counts that begins now."""
+        if self.whole is not None:
+            return Backward(1.0, 1.0, known=True)
         if self.observed is not None and self.observed.backward is not None:
             return replace(self.observed.backward, pairs=set())
         known = self._stated is not None or bool(self._rows)
@@ -176,6 +194,8 @@ class Session:
                 f"mh.weight takes a finite number of at least 0, not {weight}: give the number by which the loss's "
                 "mean divides"
             )
+        if self.whole is not None:
+            return  # the loss is the whole batch's
         self._stated, self._stated_used = weight, False
         if not self.counts_weights:
             self.counts_weights = True
@@ -224,6 +244,9 @@ class Session:
 
     @contextmanager
     def _backward_of(self, roots: Roots) -> Iterator[float]:
+        if self.whole is not None:
+            yield 1.0
+            return
         rows = self.counted_rows if self.pairs else None
         if rows is not None and self._stand_ins:
             rows = 0.0
@@ -323,14 +346,14 @@ class Pair:
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
-        first_steps = FirstSteps(session.first_losses, compares=self.leasing is None)
+        first_steps = FirstSteps(session.first_losses, compares=self.leasing is None and session.whole is None)
         group = self.worker.mesh.data
         self._first_steps = first_steps
         self.replica = Replica.of(
             model,
             optimizer,
             group=group,
-            nonfinite="raise" if self.together else "apply",
+            nonfinite="raise" if self.together and session.whole is None else "apply",
             take_step=self._stepper.plain_step,
             # alone nothing is sent, and the first gradients are compared before they are
             carries=session.observed is not None and strategy.needs.mean_gradient and strategy.averages_exactly,
@@ -508,7 +531,7 @@ class Pair:
     def step(self, closure: Any = None) -> Any:
         """The strategy's exchange, in which the optimizer's own step happens. Alone, `closure` is passed to it, and what
         it returns comes back."""
-        if closure is not None and not self._agrees:
+        if closure is not None and (not self._agrees or self._steps_alone):
             value = self._stepper.plain_step(closure)
             self._stepped()
             return value
@@ -612,6 +635,11 @@ class Pair:
             yield
         finally:
             self.worker.driver.progress(USER, self.replica.step)
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Whether a step after a mean gradient is the optimizer's own, so that it may compute gradients several times."""
+        return self.session.whole is not None and self.replica.executor.sharded is None
 
     # -- a pass --------------------------------------------------------------------------------------------------------
 

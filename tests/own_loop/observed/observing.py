@@ -26,6 +26,7 @@ class Program:
     name: str
     args: tuple[str, ...] = ()
     strategy: str = "allreduce"
+    batches: str | None = None
     own_batches: bool = False
 
     @property
@@ -56,7 +57,7 @@ def run_one(program: Program, folder: Path, observed: bool) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            around = Observed(program.strategy, own_batches=program.own_batches) if observed else None
+            around = Observed(program.strategy, program.batches, program.own_batches) if observed else None
             with around(program.path) if around else contextlib.nullcontext():
                 run_as_main(program.path, [*program.args, "--dump", str(dump)])
         except PeerLost:

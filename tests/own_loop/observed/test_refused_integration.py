@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("refused scripts"), pyte
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     programs = {name: Program("refused", (name,)) for name in (*REFUSED, *DRIFTING)}
+    programs |= {f"{name} whole": Program("refused", (name,), batches="whole") for name in (*REFUSED, *DRIFTING)}
     programs["own_loader"] = Program("refused", ("own_loader",), own_batches=True)
     programs["own_batches"] = Program("shapes", ("own_batches",), own_batches=True)
     return dict(zip(programs, on_workers(2, list(programs.values()), tmp_path_factory.mktemp("refused")), strict=True))
@@ -52,6 +53,16 @@ def test_refused_with_the_scripts_line(refused: dict[str, Ran]) -> None:
         assert error.startswith(("Unsupported: refused.py, line ", "BadInput: refused.py, line ")), name
         assert "trained" not in refused[name].output, name
         assert re.search(message, error), error
+
+
+def test_with_whole_batches_they_come_out_as_in_one_process(refused: dict[str, Ran]) -> None:
+    """But for those that start processes or prepare themselves, whose workers each worker would have."""
+    for name in (*REFUSED, *DRIFTING):
+        ran = refused[f"{name} whole"]
+        if name in ("started", "prepared"):
+            assert re.search(REFUSED[name], ran.error), name
+        else:
+            assert (ran.error, ran.output[-8:]) == ("", "trained\n"), name
 
 
 def test_models_that_drift_apart_are_named(refused: dict[str, Ran]) -> None:

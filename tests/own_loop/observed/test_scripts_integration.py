@@ -11,19 +11,9 @@ import torch
 from observing import SCRIPTS, Program, Ran, alone, on_workers
 
 EXACT = ("--double", "--no-noise")
-EQUAL = {
-    "mnist": (),
-    "vae": (),
-    "imagenet": ("--dummy", "--no-norm"),
-    "nano_gpt": ("--share",),
-}
+EQUAL = {"mnist": (), "vae": (), "imagenet": ("--dummy", "--no-norm"), "nano_gpt": ("--share",)}
 """Equal in float64 without noise: parameters after each of 20 steps, rates, printed losses and evaluations."""
-NOISY = {
-    "mnist": ("--epochs", "1"),
-    "vae": ("--epochs", "1"),
-    "imagenet": ("--epochs", "1"),
-    "dcgan": ("--niter", "1"),
-}
+NOISY = {"mnist": ("--epochs", "1"), "vae": ("--epochs", "1"), "imagenet": ("--epochs", "1"), "dcgan": ("--niter", "1")}
 """As they stand: the first two steps, a whole batch and a probe, have one process's bits."""
 WITHIN = 1e-10
 Runs = dict[str, Ran]
@@ -99,15 +89,6 @@ def test_keras_fit_is_one_process(tmp_path: Path) -> None:
         assert several["history"][name] == pytest.approx(values, abs=1e-5)
     for own, theirs in zip(several["weights"], one["weights"], strict=True):
         torch.testing.assert_close(own, theirs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.nightly
-def test_a_program_of_another_library_makes_its_group(tmp_path: Path) -> None:
-    """The same of accelerate: tests/process_group/test_libraries_integration.py."""
-    ended = auto(tmp_path, "run_glue")
-    assert ended.returncode == 0, ended.stderr
-    assert "run_glue.py is run as distributed" in ended.stderr
-    assert torch.load(tmp_path / "2.pt")["size"] == 2
 
 
 def test_a_program_that_makes_no_group_is_a_loop(tmp_path: Path) -> None:

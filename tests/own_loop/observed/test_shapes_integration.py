@@ -34,10 +34,10 @@ LOSSES = (
 """In brackets: what users of other libraries reported."""
 OWN_NUMBERS = {"two_scales"}  # these print a loss that is not what backward() starts from
 WITHIN = 1e-10
-SIZES = {3: (*LOOPS, *LOSSES), 2: LOSSES, 4: ("evaluating", "stream", "files")}
-"""Two workers tell the scale of a loss in a way of their own. With four, parts of 8 rows are powers of 2."""
+SHAPES = (*LOOPS, *LOSSES, "files")
+SIZES = {"whole": 3, "slices": 2}  # workers, by what each one's loop sees
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("observed shapes"), pytest.mark.timeout(400)]
-Runs = dict[int, dict[str, Ran]]
+Runs = dict[str, dict[str, Ran]]
 
 
 @pytest.fixture(scope="module")
@@ -47,42 +47,47 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> Runs:
-    """The shapes on so many workers, 1: alone."""
+    """The shapes, with whole batches, with slices, and alone."""
     found = {}
-    for size, names in {1: (*LOOPS, *LOSSES, "files"), **SIZES}.items():
-        programs, folder = [Program("shapes", (name,)) for name in names], root / str(size)
+    for batches, size in {"alone": 1, **SIZES}.items():
+        programs, folder = [Program("shapes", (name,), batches=batches) for name in SHAPES], root / batches
         ran = on_workers(size, programs, folder) if size > 1 else alone(programs, folder)
-        found[size] = dict(zip(names, ran, strict=True))
+        found[batches] = dict(zip(SHAPES, ran, strict=True))
+    found["four"] = {"files": on_workers(4, [Program("shapes", ("files",))], root / "four")[0]}
     return found
 
 
-@pytest.mark.parametrize("shape", [*LOOPS, *LOSSES, "files"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_one_process(shape: str, runs: Runs) -> None:
-    expected = runs[1][shape]
+    expected = runs["alone"][shape]
     assert not expected.error
-    for size in [size for size, shapes in SIZES.items() if shape in shapes]:
-        ran = runs[size][shape]
-        assert not ran.error, (size, ran.said)
+    for batches in SIZES:
+        ran = runs[batches][shape]
+        assert not ran.error, (batches, ran.said)
         assert len(ran.parameters) == len(expected.parameters) > 3
         for own, theirs in zip(ran.parameters, expected.parameters, strict=True):
-            assert (own - theirs).abs().max() < WITHIN, size
-        assert ran.dump["rates"] == expected.dump["rates"], size
+            assert (own - theirs).abs().max() < WITHIN, batches
+        assert ran.dump["rates"] == expected.dump["rates"], batches
         assert len(ran.dump["printed"]) == len(expected.dump["printed"])
-        if shape not in OWN_NUMBERS:
-            assert ran.dump["printed"] == pytest.approx(expected.dump["printed"], abs=1e-9), size
+        if batches == "whole" or shape not in OWN_NUMBERS:
+            assert ran.dump["printed"] == pytest.approx(expected.dump["printed"], abs=1e-9), batches
 
 
 def test_what_was_shared_is_said(runs: Runs) -> None:
-    said = runs[3]["evaluating"].said
+    whole, said = runs["whole"]["evaluating"].said, runs["slices"]["evaluating"].said
+    assert whole.count("each of 3 workers computes its rows of a call") == 1
     assert "the loss is a mean over rows; the rows of shapes.py:" in said
-    assert said.count("rows are shared") + said.count("are shared by 3 workers") == 1
-    assert "the loss is a sum over rows" in runs[3]["summed"].said
-    assert runs[3]["two_scales"].said.count("are shared by 3 workers") == 2
+    assert said.count("rows are shared") + said.count("are shared by 2 workers") == 1
+    assert "the loss is a sum over rows" in runs["slices"]["summed"].said
+    assert runs["slices"]["two_scales"].said.count("are shared by 2 workers") == 2
 
 
 def test_the_folder_holds_one_process_s_files(runs: Runs, root: Path) -> None:
     """A log, checkpoints, a best model that is read back, a part of it: byte for byte."""
-    one, several = root / "1" / str(len(runs[1]) - 1), root / "4" / str(len(runs[4]) - 1) / "first"
-    assert {path.name for path in several.iterdir()} == {path.name for path in one.iterdir()}
-    for name in ("log.txt", "losses.npy", "checkpoint-0.pt", "checkpoint-1.pt", "best.pt", "part.pt"):
-        assert (several / name).read_bytes() == (one / name).read_bytes(), name
+    number = str(SHAPES.index("files"))
+    one = root / "alone" / number
+    assert not runs["four"]["files"].error
+    for several in (root / "slices" / number / "first", root / "four" / "0" / "first"):  # parts are powers of 2
+        assert {path.name for path in several.iterdir()} == {path.name for path in one.iterdir()}
+        for name in ("log.txt", "losses.npy", "checkpoint-0.pt", "checkpoint-1.pt", "best.pt", "part.pt"):
+            assert (several / name).read_bytes() == (one / name).read_bytes(), name

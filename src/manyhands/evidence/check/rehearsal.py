@@ -28,6 +28,7 @@ from manyhands.engines.base import Engine
 from manyhands.errors import BadInput
 from manyhands.evidence.check.copies import FUNCTIONS
 from manyhands.evidence.check.interventions import (
+    BATCH_NORM,
     METADATA_FUNCTIONS,
     FunctionCall,
     FunctionMode,
@@ -37,9 +38,9 @@ from manyhands.evidence.check.interventions import (
     tensors_of,
 )
 from manyhands.evidence.check.source_locations import running
+from manyhands.own_loop.batches import WHOLE
 from manyhands.own_loop.launch import launch, run_as_main
-from manyhands.own_loop.observed.hooks import installed
-from manyhands.own_loop.observed.loop import ObservedLoop
+from manyhands.own_loop.observed.script import Observed
 from manyhands.own_loop.prepare import session
 from manyhands.worker import Worker, as_current, current
 
@@ -65,6 +66,7 @@ def rehearse(
     steps: int,
     engine: Engine | str = "local",
     strategy: str = "allreduce",
+    batches: str | None = None,
     timeout_s: float = 300.0,
 ) -> Rehearsed:
     """Compare `workers` workers with one process on the first `steps` optimizer steps of a script.
@@ -72,7 +74,7 @@ def rehearse(
     Parameters, losses, rates and rows are compared after each step. What the script prints is dropped. Raises what the
     script raises.
     """
-    program = str(path), tuple(args), strategy, workers, steps
+    program = str(path), tuple(args), Observed(strategy, batches), workers, steps
     found = launch(_rehearse, *program, workers=workers + 1, engine=engine, threads_per_worker=1, timeout_s=timeout_s)
     return Rehearsed(**found[0])
 
@@ -81,7 +83,7 @@ class _Enough(BaseException):
     """All steps are compared: unwinds the script, past its own `except Exception`."""
 
 
-def _rehearse(path: str, args: Sequence[str], strategy: str, workers: int, steps: int) -> dict[str, Any]:
+def _rehearse(path: str, args: Sequence[str], observed: Observed, workers: int, steps: int) -> dict[str, Any]:
     here = current()
     assert here is not None
     alone = here.rank == workers
@@ -91,12 +93,13 @@ def _rehearse(path: str, args: Sequence[str], strategy: str, workers: int, steps
     else:
         worker = Worker(rank=here.rank, size=workers, group=group, driver=here.driver, threads=here.threads)
     rng.take_first(here.group)
-    comparison = StepComparison(here.group, steps)
+    keeps = {BATCH_NORM} if observed.batches == WHOLE else set()  # its statistics are of all workers' rows then
+    comparison = StepComparison(here.group, steps, FUNCTIONS - keeps)
     with ExitStack() as stack:
         stack.enter_context(as_current(worker))
         stack.enter_context(eager())
         if not alone:
-            stack.enter_context(installed(ObservedLoop(session(), strategy)))
+            stack.enter_context(observed(path))
         stack.enter_context(comparison.installed())
         stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115 - as long as the process
         try:
@@ -114,6 +117,7 @@ class StepComparison:
 
     group: Group
     steps: int
+    without: frozenset[str] = FUNCTIONS  # what a batch's computation is freed of
     found: dict[str, Any] = field(default_factory=lambda: {"steps": 0, "largest": 0.0, "difference": ""})
     loss: float = 0.0  # of the newest backward
     rows: int = 0  # of the batches since the newest step
@@ -161,7 +165,7 @@ class StepComparison:
     def _batches(self, batches: Iterator[Any], mode: FunctionMode) -> Iterator[Any]:
         for batch in batches:
             self._fetched(batch)
-            mode.without = FUNCTIONS
+            mode.without = self.without
             try:
                 yield batch
             finally:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.worker import _worker_loop
 
 from manyhands.errors import Unsupported
 from manyhands.own_loop.observed.loop import ObservedLoop
@@ -32,17 +33,9 @@ def installed(loop: ObservedLoop) -> Iterator[None]:
         _make(optimizer, *given, **named)
         loop.made(optimizer)
 
-    @wraps(_start)
-    def start(process: Any) -> None:
-        if not loop.paused and _holds_model([process._args, process._kwargs]):
-            raise Unsupported(
-                "the script trains in processes of its own, each of which would belong to one worker: run it with python, or leave its processes out"
-            )
-        _start(process)
-
     DataLoader.__iter__ = iterate  # type: ignore[method-assign]
     torch.optim.Optimizer.__init__ = make  # type: ignore[method-assign,assignment]
-    BaseProcess.start = start  # type: ignore[method-assign,assignment]
+    refuse_processes()
     watching = weakref.ref(loop)
     os.register_at_fork(after_in_child=lambda: _leave(watching()))
     loop.leave = lambda: _leave(loop)
@@ -53,13 +46,31 @@ def installed(loop: ObservedLoop) -> Iterator[None]:
         _leave(loop)
 
 
+def refuse_processes() -> None:
+    """Until `allow_processes`, a script that starts a process with a model is refused."""
+
+    @wraps(_start)
+    def start(process: Any) -> None:
+        if process._target is not _worker_loop and _holds_model([process._args, process._kwargs]):
+            raise Unsupported(
+                "the script trains in processes of its own, each of which would belong to one worker: run it with python, or leave its processes out"
+            )
+        _start(process)
+
+    BaseProcess.start = start  # type: ignore[method-assign,assignment]
+
+
+def allow_processes() -> None:
+    BaseProcess.start = _start  # type: ignore[method-assign]
+
+
 def _leave(loop: ObservedLoop | None) -> None:
     """Nothing is watched any more; in a process that the script starts, from its beginning."""
     if loop is None:
         return
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     torch.optim.Optimizer.__init__ = _make  # type: ignore[method-assign]
-    BaseProcess.start = _start  # type: ignore[method-assign]
+    allow_processes()
     loop.session.observed = None
 
 

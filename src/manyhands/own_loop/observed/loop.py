@@ -23,6 +23,7 @@ from manyhands import rng
 from manyhands.errors import BadInput, Line, ManyhandsError, Unsupported, calling_line
 from manyhands.own_loop import loss_graph
 from manyhands.own_loop.backward_watch import Roots
+from manyhands.own_loop.batches import SLICES
 from manyhands.own_loop.launch import launched_strategy
 from manyhands.own_loop.observed.drift import DriftCheck
 from manyhands.own_loop.observed.loops import KEPT, Fed, Loops, Pass, PassDeal, Scale, Site
@@ -268,7 +269,9 @@ class ObservedLoop:
         for optimizer, modules in zip(fresh, stepped_by(fresh, roots), strict=True):
             self._check_optimizer(optimizer)
             given = modules[0] if len(modules) == 1 else modules
-            prepare_on(self.session, given, optimizer, *self._schedulers_of(optimizer), strategy=self.strategy)
+            prepare_on(
+                self.session, given, optimizer, *self._schedulers_of(optimizer), strategy=self.strategy, batches=SLICES
+            )
             held.update(id(p) for module in modules for p in module.parameters())
             self.say(f"{type(optimizer).__name__} steps {', '.join(type(module).__name__ for module in modules)}")
         self._drift.watch(module for module in roots if any(id(p) not in held for p in module.parameters()))
@@ -283,7 +286,7 @@ class ObservedLoop:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise Unsupported(
-                "LBFGS's step(closure) evaluates the model several times a step, which no exchange can follow: run the script with python, or use "
+                "LBFGS's step(closure) evaluates the model several times a step, which no exchange of slices can follow: give --batches whole, or use "
                 "another optimizer"
             )
 
@@ -312,7 +315,7 @@ class ObservedLoop:
         if not self.session.prepared:
             raise Unsupported(
                 "no torch.optim.Optimizer steps what this backward computes gradients for, and workers agree where an optimizer steps: use one, "
-                "torch.optim.SGD say, in place of updates by hand"
+                "torch.optim.SGD say, in place of updates by hand, or give --batches whole"
             )
         dealer = self._dealers[fed.passes[0]]
         share = dealer.shares[-1 - min(fed.ahead, len(dealer.shares) - 1)]
@@ -347,7 +350,7 @@ class ObservedLoop:
             self._check_optimizer(optimizer)
         if not self.own_batches:
             raise Unsupported(
-                "a backward follows no DataLoader's batch, so nobody knows which rows it is of. Share the batch "
+                "a backward follows no DataLoader's batch, so nobody knows which rows it is of: give --batches whole. Or share the batch "
                 "(rows = mh.share(rows), of one process's batch), or give --own-batches: each worker then draws its own, and the batch is "
                 f"{self.worker.size} times as large"
             )
@@ -372,7 +375,7 @@ class ObservedLoop:
                 return Scale.MEAN
         raise Unsupported(
             "this backward comes for the first time after the rows were shared, and its loss does not show whether it is a mean or a "
-            'sum over rows: call mh.weight(len(rows)) before it if it is a mean, or mh.weight("sum")'
+            'sum over rows: give --batches whole, or call mh.weight(len(rows)) before it if it is a mean, mh.weight("sum") if it is a sum'
         )
 
     def _ahead(self, roots: Roots, one: Pass) -> int:
@@ -409,7 +412,7 @@ class ObservedLoop:
         if roots.loss is not None and loss_graph.rows_meet(roots.loss):
             raise Unsupported(
                 f"rows of a batch look at each other in the loss (a product or a variance over the batch), so {self.worker.size} workers that have their own "
-                "rows alone cannot compute it: train in one process, or gather what the loss compares from all workers"
+                "rows alone cannot compute it: give --batches whole"
             )
         found = judged(self.group, own, roots, self._now.rows, self._is_noisy())
         scale = found if isinstance(found, Scale) else None
@@ -429,7 +432,7 @@ class ObservedLoop:
         elif not again:
             raise Unsupported(
                 f"the loss is neither a mean nor a sum over rows ({found.reason}), so {self.worker.size} workers cannot share them. If rows "
-                "of a batch look at each other (contrast, normalisation over the batch), train in one process; if the loss is a mean over something "
+                "of a batch look at each other (contrast, normalisation over the batch), give --batches whole; if the loss is a mean over something "
                 'else, call mh.weight(what it divides by) before backward, or mh.weight("sum")'
             )
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from manyhands.errors import Unsupported
+from manyhands.own_loop.batches import WHOLE
+
+if TYPE_CHECKING:
+    from manyhands.own_loop.session import Session
+    from manyhands.strategies.base import Strategy
 
 
 def outermost_modules() -> list[nn.Module]:
@@ -16,6 +22,21 @@ def outermost_modules() -> list[nn.Module]:
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
+
+
+def pairs_for(session: Session, strategy: Strategy) -> Callable[[list[torch.optim.Optimizer]], None]:
+    """What prepares a script's optimizers, with the modules that hold their parameters, for whole batches."""
+
+    def prepare(optimizers: list[torch.optim.Optimizer]) -> None:
+        from manyhands.own_loop.prepare import prepare_on
+
+        over = replaced(optimizers)
+        fresh = [one for one in optimizers if one not in over]
+        for optimizer, modules in zip(fresh, stepped_by(fresh, outermost_modules()), strict=True):
+            given = modules[0] if len(modules) == 1 else modules
+            prepare_on(session, given, optimizer, strategy=strategy, batches=WHOLE)
+
+    return prepare
 
 
 def replaced(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadInput, Unsupported, users_line
+from manyhands.own_loop.batches import SLICES, WHOLE, batches_of
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
     from manyhands.own_loop.observed.loop import ObservedLoop
+    from manyhands.own_loop.session import Session
+    from manyhands.own_loop.whole.script import WholeScript
 
 LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
 KINDS = (LOOP, KERAS, DISTRIBUTED)
@@ -37,6 +40,7 @@ class Observation:
     """How a script is run that knows of no workers."""
 
     kind: str = LOOP
+    batches: str | None = None
     own_batches: bool = False
     verify: int = 0  # so many steps are compared with one process's first; 0: none
     chosen: bool = False  # by its text
@@ -144,9 +148,11 @@ def _is_of_rows(node: ast.expr, batches: set[str]) -> bool:
 
 @dataclass(frozen=True)
 class Observed:
-    """`Observed(...)(path)`: within, the script that this process runs is watched."""
+    """`Observed(...)(path)`: within, the script that this process runs is one of all workers."""
 
     strategy: str = "allreduce"
+    batches: str | None = None
+    """What each worker's loop sees: see `own_loop.batches.batches_of`."""
     own_batches: bool = False
     """Each worker draws batches of its own, which together are one."""
     may_make_group: bool = False
@@ -155,14 +161,45 @@ class Observed:
 
     @contextmanager
     def __call__(self, path: str) -> Iterator[None]:
-        from manyhands.own_loop.observed.hooks import installed
-        from manyhands.own_loop.observed.loop import ObservedLoop
+        from manyhands.own_loop.launch import launched_batches
         from manyhands.own_loop.prepare import session
+        from manyhands.strategies import strategy_of
 
         own = session()
         if own.worker.size == 1:
             yield
             return
+        own.unchanged = True
+        given = SLICES if self.own_batches else self.batches or launched_batches()
+        batches = batches_of(given, strategy_of(self.strategy))
+        try:
+            with self._whole(own) if batches == WHOLE else self._slices(own, path):
+                yield
+        finally:
+            own.unchanged = False
+
+    @contextmanager
+    def _whole(self, own: Session) -> Iterator[None]:
+        from manyhands.own_loop.observed.hooks import allow_processes, refuse_processes
+        from manyhands.own_loop.observed.modules import pairs_for
+        from manyhands.strategies import strategy_of
+
+        script, strategy = own.run_whole(), strategy_of(self.strategy)
+        if strategy != type(strategy)():  # compressed, overlapping, …: its own exchange
+            script.prepares = pairs_for(own, strategy)
+        refuse_processes()
+        try:
+            with _until_a_group(script, self.timeout_s) if self.may_make_group else nullcontext():
+                yield
+        finally:
+            allow_processes()
+            own.end_whole()
+
+    @contextmanager
+    def _slices(self, own: Session, path: str) -> Iterator[None]:
+        from manyhands.own_loop.observed.hooks import installed
+        from manyhands.own_loop.observed.loop import ObservedLoop
+
         note = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
         loop = ObservedLoop(own, self.strategy, own_batches=self.own_batches, note=note)
         try:
@@ -176,7 +213,7 @@ class Observed:
 
 
 @contextmanager
-def _until_a_group(loop: ObservedLoop, timeout_s: float) -> Iterator[None]:
+def _until_a_group(loop: ObservedLoop | WholeScript, timeout_s: float) -> Iterator[None]:
     """Within, other ranks than the first print once the script makes a group of processes; from then on nothing is
     watched. A script that shares rows first is a loop, whose other ranks are quiet for good."""
     import torch.distributed as dist

@@ -1,0 +1,179 @@
+"""A script of one process on all workers: each runs it whole, with the same random numbers and the same batches."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands import rng
+from manyhands.errors import calling_line
+from manyhands.own_loop.argument_checks import check_same_shapes
+from manyhands.own_loop.whole.calls import Calls
+from manyhands.own_loop.whole.equality import EqualFacts
+from manyhands.own_loop.whole.exchange import MeanOfWorkers, Workers, applied
+from manyhands.own_loop.whole.gradients import GradientMeans
+from manyhands.own_loop.whole.lazy import gathered
+from manyhands.own_loop.whole.reading import Reading
+from manyhands.own_loop.whole.sharded_functions import parts_of
+from manyhands.worker import Worker
+
+_grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
+_add_param_group = torch.optim.Optimizer.add_param_group
+_SHOWN = 3  # lines that look at outputs, in what is said at the end
+
+
+class WholeScript:
+    """Gradients of leaves become the mean over workers; see `Calls` and `Reading` for the rest."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.workers = worker, Workers(worker.mesh.data)
+        facts = EqualFacts(self.workers)
+        self.calls = Calls(self.workers, self.say, self._meet, facts)
+        self.gradients = GradientMeans(self.workers, facts)
+        self.reading = Reading(self.workers)
+        self.begins: Callable[[], None] = _nothing
+        """Called once, before the first call of a module."""
+        self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None
+        """Called with the optimizers that were made since, before the next call of a module and before a backward."""
+        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._said: set[str] = set()
+        self._behind: Any = None  # torch.autograd.backward, while this one is installed
+
+    def say(self, text: str) -> None:
+        """On worker 0, once."""
+        if self.workers.rank == 0 and text not in self._said:
+            self._said.add(text)
+            sys.stderr.write(f"manyhands: {text}\n")
+
+    # -- leaves --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Every worker gets worker 0's model. A collective of all workers.
+
+        Raises BadInput where the workers' models differ in more than values.
+        """
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        check_same_shapes(self.worker, [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors])
+        with torch.no_grad():
+            for _, tensor in tensors:
+                value = tensor.detach().contiguous().view(-1)
+                self.workers.group.broadcast_(value, 0)
+                tensor.data.copy_(value.view(tensor.shape))
+        self._know(p for group in optimizer.param_groups for p in group["params"])
+        self._know(model.parameters())
+
+    def average_elsewhere(self, leaves: Iterable[Tensor]) -> None:
+        """Somebody else averages what a backward adds to these leaves' gradients."""
+        self._know(leaves := list(leaves))
+        self.gradients.elsewhere |= {self.workers.leaves.number_of(leaf) for leaf in leaves}
+
+    def _know(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if leaf.is_leaf:
+                self.workers.leaves.add(leaf)
+
+    def _meet(self, module: nn.Module) -> None:
+        """A module is about to be called."""
+        begins, self.begins = self.begins, _nothing
+        begins()
+        self._prepare_made()
+        if next(module.parameters()) not in self.workers.leaves:
+            self._know(module.parameters())
+
+    def _prepare_made(self) -> None:
+        if self.prepares is None or not self._made:
+            return
+        found = [optimizer for reference in self._made if (optimizer := reference()) is not None]
+        self._made = []
+        self.prepares(list(dict.fromkeys(found)))
+
+    # -- what is replaced in torch -------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """From now on, until `remove`. A collective: all workers draw the same numbers from here on."""
+        rng.take_first(self.workers.group)
+
+        def add_param_group(optimizer: Any, group: Any) -> None:
+            _add_param_group(optimizer, group)
+            self._know(p for one in optimizer.param_groups for p in one["params"])
+            self._made.append(weakref.ref(optimizer))
+
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            """A script's own function of outputs: it would not see that they are lazy."""
+            args, kwargs = gathered((args, kwargs), function.__name__)
+            return _apply.__func__(function, *args, **kwargs)
+
+        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        self._behind = torch.autograd.backward
+        torch.autograd.backward, torch.autograd.grad = self._average_after, self._average_of
+        self.calls.install()
+        self.reading.install()
+        watching = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave(watching()))  # a process of the script is no worker
+
+    def leave(self) -> None:
+        """The script is over, or shares nothing any more. Nothing where it was said before."""
+        if self._behind is None:
+            return
+        self._tell_costs()
+        self.calls.remove()
+        self.reading.remove()
+        torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+        torch.autograd.backward, torch.autograd.grad = self._behind, _grad
+        torch.optim.Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
+        self._behind = None
+
+    def _tell_costs(self) -> None:
+        """Say which lines needed whole outputs."""
+        found = sorted(self.workers.gathered.items(), key=lambda one: -one[1][1])
+        if not found:
+            return
+        times, size = (sum(counts[i] for _, counts in found) for i in (0, 1))
+        places = [f"{function} in {line} ({counts[1] / 1e6:,.1f} MB)" for (function, line), counts in found[:_SHOWN]]
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        self.say(
+            f"outputs and inputs were gathered {times:,} times, {size / 1e6:,.1f} MB: by {', '.join(places)}{more}"
+        )
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _average_after(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """In place of torch.autograd.backward."""
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
+        given = given if len(given) == len(losses) else [None] * len(losses)
+        self._prepare_made()
+        self.gradients.begin()
+        self._behind(*parts_of(losses, given), *args, **kwargs)
+        self.gradients.end(calling_line(), losses)
+
+    def _average_of(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of torch.autograd.grad."""
+        outputs = gathered([outputs] if isinstance(outputs, Tensor) else list(outputs), "grad")
+        many = gathered([inputs] if isinstance(inputs, Tensor) else list(inputs), "grad")
+        got = _grad(outputs, many, *args, **kwargs)
+        return tuple(self._averaged(gradient, leaf) for gradient, leaf in zip(got, many, strict=True))
+
+    def _averaged(self, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+        if gradient is None or leaf not in self.workers.leaves:
+            return gradient
+        if gradient.requires_grad:
+            return applied(MeanOfWorkers, gradient, self.workers)
+        return self.gradients.mean_of(gradient)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _leave(script: WholeScript | None) -> None:
+    if script is not None:
+        script.workers.gathered.clear()  # its own process tells them
+        script.leave()
