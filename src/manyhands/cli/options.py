@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.cli import config
+from manyhands.engines import under_torchrun
 from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
@@ -541,7 +542,7 @@ def script_engine(given: str, roles: str | None) -> str:
     """Where a script runs: the workers that torchrun started, where it did, else on this machine."""
     if given != "auto":
         return given
-    return "torchrun" if roles is None and launchers.started_as_one_of_several() else "local"
+    return "torchrun" if roles is None and under_torchrun() else "local"
 
 
 def observation_of(

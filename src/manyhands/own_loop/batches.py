@@ -31,3 +31,8 @@ def batches_of(given: str | None, strategy: Strategy) -> str:
             f"give batches={SLICES}, of which each worker trains on its rows, or strategy allreduce"
         )
     return given or SLICES
+
+
+def has_own_exchange(strategy: Strategy) -> bool:
+    """Whether gradients take another way than their mean in full precision after each backward: compressed, overlapping, …"""
+    return strategy != type(strategy)()

@@ -20,7 +20,7 @@ from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop import prepared_loader
 from manyhands.own_loop.argument_checks import check_arguments, root_of
-from manyhands.own_loop.batches import WHOLE, batches_of
+from manyhands.own_loop.batches import WHOLE, batches_of, has_own_exchange
 from manyhands.own_loop.launch import launched_batches, launched_strategy
 from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
@@ -163,7 +163,7 @@ def _prepare_whole(session: Session, strategy: Strategy, model: M, optimizer: O,
             check_loader(given, 1)
     script = session.run_whole()
     script.prepare(root, optimizer)
-    if strategy != type(strategy)():  # compressed, overlapping, …: its own exchange
+    if has_own_exchange(strategy):
         pair = Pair(session, model, optimizer, strategy)
         script.average_elsewhere(pair.replica.trainable)
     session.prepared += 1

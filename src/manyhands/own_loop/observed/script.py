@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadInput, Unsupported, users_line
-from manyhands.own_loop.batches import SLICES, WHOLE, batches_of
+from manyhands.own_loop.batches import SLICES, WHOLE, batches_of, has_own_exchange
 
 if TYPE_CHECKING:  # they import torch
     from manyhands.own_loop.observed.loop import ObservedLoop
@@ -185,7 +185,7 @@ class Observed:
         from manyhands.strategies import strategy_of
 
         script, strategy = own.run_whole(), strategy_of(self.strategy)
-        if strategy != type(strategy)():  # compressed, overlapping, …: its own exchange
+        if has_own_exchange(strategy):
             script.prepares = pairs_for(own, strategy)
         refuse_processes()
         try:

@@ -38,7 +38,6 @@ class Calls:
         self._thread = threading.get_ident()
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan | Whole]] = weakref.WeakKeyDictionary()
         self._noise = rng.TorchScope(workers.rank)
-        self.counts = {"cut": 0, "whole": 0}
 
     def install(self) -> None:
         """From now on calls of modules are this one's."""
@@ -63,13 +62,10 @@ class Calls:
         try:
             plan = self._plan(module, leaves, structure)
             self._note(module, leaves)
-            rows = None if isinstance(plan, Whole) else _rows(plan, leaves)
-            if rows is None or rows < self.workers.size or not _can_see(plan):
-                self.counts["whole"] += 1
+            rows = 0 if isinstance(plan, Whole) or not _can_see(plan) else _rows(plan, leaves)
+            if isinstance(plan, Whole) or rows < self.workers.size:
                 args, kwargs = gathered((args, kwargs))
                 return _plain(module, *args, **kwargs)
-            assert isinstance(plan, Plan)
-            self.counts["cut"] += 1
             parts = [
                 self._same(leaf) if dim is None else self._part(leaf, Shard(dim, rows))
                 for leaf, dim in zip(leaves, plan.inputs, strict=True)
@@ -132,6 +128,7 @@ class Calls:
             return leaf * (self.workers.own_rows(rows)[1] / rows)
         own = divisor_of(leaf) or 0.0
         total = float(self.workers.sum_(torch.tensor(own, dtype=torch.float64)))
+        # without a counted target its mean is NaN, and it stays in the graph all the same
         return leaf * (own / total) if own else torch.where(torch.tensor(True), torch.zeros_like(leaf), leaf)
 
 
@@ -139,9 +136,9 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _can_see(plan: Plan | Whole) -> bool:
+def _can_see(plan: Plan) -> bool:
     """Whether what a loss divides by is seen: without gradients it has no graph."""
-    return torch.is_grad_enabled() or isinstance(plan, Whole) or all(o.reduced != "divided" for o in plan.outputs)
+    return torch.is_grad_enabled() or all(o.reduced != "divided" for o in plan.outputs)
 
 
 def _kind(leaf: Any) -> Any:
@@ -150,7 +147,7 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
-def _rows(plan: Plan, leaves: Sequence[Any]) -> int | None:
-    """How many rows the call has; None where its arguments disagree."""
+def _rows(plan: Plan, leaves: Sequence[Any]) -> int:
+    """How many rows the call has; 0 where its arguments disagree."""
     found = {leaf.shape[dim] for leaf, dim in zip(leaves, plan.inputs, strict=True) if dim is not None}
-    return found.pop() if len(found) == 1 else None
+    return found.pop() if len(found) == 1 else 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import BadInput, Line, ManyhandsError
+from manyhands.own_loop.first_step_checks import checksum
 from manyhands.own_loop.whole.exchange import Workers
 
 _CHECK = 32
@@ -40,7 +41,7 @@ class EqualFacts:
         self._backwards += 1
         self._parameters = {}
         if self._backwards in _FIRST or self._backwards % _EVERY == 0:
-            self._parameters = {number: _checksum(leaf) for number, leaf in self._workers.leaves.numbered()}
+            self._parameters = {number: checksum(leaf) for number, leaf in self._workers.leaves.numbered()}
         found = zlib.crc32(str(line).encode())
         for digest in [*self._facts.values(), *self._parameters.values()]:
             found = zlib.crc32(digest.to_bytes(4, "little"), found)
@@ -112,12 +113,4 @@ def digest_of(value: Any) -> int:
     found = zlib.crc32(f"{list(value.shape)} {value.dtype}".encode())
     if value.layout != torch.strided or not value.numel():
         return found
-    value = value.detach()
-    flat = value.reshape(-1) if value.is_contiguous() else value.flatten()
-    sampled = flat[:: flat.numel() // _SAMPLED | 1].cpu().contiguous()
-    return zlib.crc32(sampled.view(torch.uint8).numpy().data, found)
-
-
-def _checksum(leaf: Tensor) -> int:
-    values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(values.numpy().data)
+    return checksum(value.detach().reshape(-1)[:: value.numel() // _SAMPLED | 1], found)

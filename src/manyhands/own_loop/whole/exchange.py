@@ -145,22 +145,7 @@ class Cut(Function):
 
 
 class SumOfParts(Function):
-    """What each worker has summed over its rows -> the sum over all."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, workers: Workers) -> Tensor:
-        ctx.workers = workers
-        return workers.sum_(part.clone())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.workers.size, None
-
-
-class KnownSum(Function):
-    """`SumOfParts` where the sum is known already."""
+    """What each worker has summed over its rows -> the sum over all, which is `value`."""
 
     @staticmethod
     @override
@@ -201,22 +186,12 @@ class Replicated(Function):
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return applied(MeanOfWorkers, gradient, ctx.workers), None
+        return mean_of_workers(gradient, ctx.workers), None
 
 
-class MeanOfWorkers(Function):
-    """Gradients of parameters that are differentiated again -> their mean over workers."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, own: Tensor, workers: Workers) -> Tensor:
-        ctx.workers = workers
-        return workers.sum_(own.clone()) / workers.size
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return applied(MeanOfWorkers, gradient, ctx.workers), None
+def mean_of_workers(own: Tensor, workers: Workers) -> Tensor:
+    """Of a gradient that is differentiated again."""
+    return applied(SumWithin, own, workers) / workers.size
 
 
 def replicated(value: Tensor, workers: Workers) -> Tensor:

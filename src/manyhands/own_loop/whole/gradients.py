@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.errors import Line
 from manyhands.own_loop.whole.equality import CHECK_BITS, EqualFacts
-from manyhands.own_loop.whole.exchange import MeanOfWorkers, Workers, applied
+from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
 from manyhands.own_loop.whole.lazy import PartialSum
 
 Kind = tuple[torch.dtype, torch.device]
@@ -99,12 +99,11 @@ class GradientMeans:
         rooms = self._rooms[line]
         more = [number for number, leaf in changed.items() if not self._has_room(rooms, number, leaf)]
         sums = [one for one in losses if isinstance(one, PartialSum) and not one.known and one.part.is_floating_point()]
-        check = self._facts.check_of(line)
+        bits = (_MORE if more else 0) | self._facts.check_of(line) << 1
         kinds = list(dict.fromkeys([*rooms, *map(_kind, sums)])) or [(torch.float32, torch.device("cpu"))]
         found = 0
         for kind in kinds:
             carried = [one for one in sums if _kind(one) == kind]
-            bits = (_MORE if more else 0) | check << 1
             found |= self._exchange(rooms.setdefault(kind, _Room()), kind, changed, carried, bits)
             self._facts.compare(found >> 1, line)
         if found & _MORE:
@@ -112,10 +111,11 @@ class GradientMeans:
 
     def _average_graphs(self, changed: dict[int, Tensor]) -> None:
         """Of backward(create_graph=True): gradients that can be differentiated again."""
-        for number in [number for number, leaf in changed.items() if leaf.grad is not None and leaf.grad.requires_grad]:
-            leaf = changed.pop(number)
-            with torch.enable_grad():
-                leaf.grad = applied(MeanOfWorkers, leaf.grad, self._workers)
+        for number, leaf in list(changed.items()):
+            if leaf.grad is not None and leaf.grad.requires_grad:
+                del changed[number]
+                with torch.enable_grad():
+                    leaf.grad = mean_of_workers(leaf.grad, self._workers)
 
     def _has_room(self, rooms: dict[Kind, _Room], number: int, leaf: Tensor) -> bool:
         room = rooms.get(_kind(leaf))
@@ -153,15 +153,14 @@ class GradientMeans:
 
     def _average_rows(self, leaf: Tensor, has: bool) -> None:
         """Of a sparse gradient: its rows go to all."""
-        group, dims = self._workers.group, leaf.dim()
+        group = self._workers.group
         own = leaf.grad.coalesce() if has and leaf.grad is not None else torch.zeros_like(leaf).to_sparse(1).coalesce()
         counts = group.all_gather_json(own.indices().shape[1])
         longest, width = max(counts), leaf[0].numel()
         indices = torch.zeros(longest * own.sparse_dim(), dtype=torch.int64, device=leaf.device)
         values = torch.zeros(longest * width, dtype=leaf.dtype, device=leaf.device)
-        if dims and counts[group.rank]:
-            indices[: own.indices().numel()] = own.indices().reshape(-1)
-            values[: own.values().numel()] = own.values().reshape(-1)
+        indices[: own.indices().numel()] = own.indices().reshape(-1)
+        values[: own.values().numel()] = own.values().reshape(-1)
         all_indices, all_values = group.all_gather(indices), group.all_gather(values)
         parts = [
             torch.sparse_coo_tensor(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from manyhands.own_loop.whole.exchange import Gather, KnownSum, SumOfParts, Workers, applied
+from manyhands.own_loop.whole.exchange import Gather, SumOfParts, Workers, applied
 from manyhands.own_loop.whole.layout import Shard
 
 View = Callable[[Tensor], Tensor]
@@ -116,9 +116,8 @@ class PartialSum(Lazy):
 
     @override
     def _made(self) -> Tensor:
-        if self.value is not None:
-            return applied(KnownSum, self.part, self.value, self.workers)
-        return applied(SumOfParts, self.part, self.workers)
+        value = self.workers.sum_(self.part.detach().clone()) if self.value is None else self.value
+        return applied(SumOfParts, self.part, value, self.workers)
 
 
 def gathered(values: Any, function: str = "a module or a function of the script") -> Any:

@@ -16,7 +16,7 @@ from manyhands.errors import calling_line
 from manyhands.own_loop.argument_checks import check_same_shapes
 from manyhands.own_loop.whole.calls import Calls
 from manyhands.own_loop.whole.equality import EqualFacts
-from manyhands.own_loop.whole.exchange import MeanOfWorkers, Workers, applied
+from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
 from manyhands.own_loop.whole.gradients import GradientMeans
 from manyhands.own_loop.whole.lazy import gathered
 from manyhands.own_loop.whole.reading import Reading
@@ -165,7 +165,7 @@ class WholeScript:
         if gradient is None or leaf not in self.workers.leaves:
             return gradient
         if gradient.requires_grad:
-            return applied(MeanOfWorkers, gradient, self.workers)
+            return mean_of_workers(gradient, self.workers)
         return self.gradients.mean_of(gradient)
 
 
