@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 import plain
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
@@ -63,7 +63,7 @@ def seeded(make: Callable[[], nn.Module] = plain.mlp) -> nn.Module:
 def prepared(worker: Worker, strategy: str, *others: Any, session: Session | None = None) -> Any:
     """A model and its optimizer, with what else is given to prepare."""
     model = seeded()
-    return prepare_on(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *others, strategy=strategy)
+    return prepare_slices(session or Session(worker), model, plain.OPTIMIZERS["sgd"](model), *others, strategy=strategy)
 
 
 def begun(
@@ -78,7 +78,7 @@ def begun(
     rule = plain.OPTIMIZERS[optimizer](model)
     if worker is None:
         return session, model, rule, loader
-    return session, *prepare_on(session, model, rule, loader, **how)
+    return session, *prepare_slices(session, model, rule, loader, **how)
 
 
 def trained(

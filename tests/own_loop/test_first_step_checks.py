@@ -14,7 +14,7 @@ from torch import nn
 import plain
 from manyhands.comm.solo import SoloGroup
 from manyhands.own_loop.first_step_checks import checksum, warning_if_unprepared
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -40,7 +40,7 @@ def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
 
     def program(worker: Worker) -> None:
         session, model = Session(worker), seeded()
-        model, optimizer = prepare_on(session, model, SGD(model), strategy=strategy)
+        model, optimizer = prepare_slices(session, model, SGD(model), strategy=strategy)
         loop(session, model, optimizer)
 
     with warnings.catch_warnings(record=True) as told:
@@ -52,7 +52,7 @@ def warned(loop: Loop, strategy: str = "allreduce", size: int = 2) -> list[str]:
 def twice(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> None:
     """Prepared without its loader, or the result was not assigned: every worker iterates the plain one."""
     other = seeded()
-    other, second = prepare_on(session, other, SGD(other), strategy=strategy)
+    other, second = prepare_slices(session, other, SGD(other), strategy=strategy)
     for _ in range(3):
         step(model, optimizer)
         step(other, second)
@@ -95,7 +95,7 @@ def steps(
 
 
 def of_a_loader(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    _, _, shares = prepare_on(session, model, optimizer, batches)
+    _, _, shares = prepare_slices(session, model, optimizer, batches)
     for batch in shares:
         optimizer.zero_grad()
         plain.cross_entropy(model, batch).backward()

@@ -1,7 +1,6 @@
 """Losses that add up over rows: told from means by their graph, named in the first step, and right with the remedy."""
 
 import gc
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +13,10 @@ from torch.nn import functional as F
 
 import plain
 from manyhands.engines.sim.driver_client import backward_in_turn
+from manyhands.errors import Unsupported
 from manyhands.own_loop import backward_watch
-from manyhands.own_loop.loss_graph import Sum, divisor_of, is_mean, rows_meet, terms_of
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.loss_graph import EITHER, MEAN, MIXED, SUM, UNKNOWN, divisor_of, is_mean, over_rows, rows_meet
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -45,25 +45,31 @@ SUMS: dict[str, Loss] = {
 MEANS: dict[str, Loss] = {
     "criterion": lambda z: nn.CrossEntropyLoss()(z, LABELS),
     "by hand": lambda z: (z - TARGETS).square().sum(1).mean(),
-    "sum over rows' number": lambda z: F.mse_loss(z, TARGETS, reduction="sum") / len(z),
-    "over tokens that count": lambda z: (z * (TARGETS > 0.5)).sum() / (TARGETS > 0.5).sum(),
-    "batchmean": lambda z: F.kl_div(z, TARGETS, reduction="batchmean"),
     "features of the mean": lambda z: torch.cat([z] * 8, 1).square().mean(0).sum(),
     "features of the mean, from behind": lambda z: torch.cat([z] * 8, 1).square().mean(-2).sum(),
-    "rows apart": lambda z: F.mse_loss(z, TARGETS, reduction="none"),
     "penalties": lambda z: F.mse_loss(z, TARGETS) + sum(p.abs().sum() for p in LINEAR.parameters()),
     "a penalty of as many rows": lambda z: F.mse_loss(z, TARGETS) + AS_MANY.square().sum(),
     "tasks": lambda z: torch.stack([z[:, i].mean() for i in (0, 1, 2, 0, 1, 2, 0, 1)]).sum(),
-    "a small factor": lambda z: F.mse_loss(z, TARGETS) + 1e-3 * z.square().sum(),
-    "a norm": lambda z: z.norm(),
     "a number alone": lambda z: F.mse_loss(z, TARGETS).sum(),
 }
 
 
-UNCLEAR = {"with a penalty", "beside a mean"}
-COINCIDENCES: dict[str, Loss] = {  # as many features as rows, or a multiple
-    "variances of features": lambda z: torch.cat([z] * 8, 1).var(0).sum(),
+PARTS: dict[str, Loss] = {  # a sum in part, or by a number that may be these rows' or everybody's
+    "a penalty": SUMS.pop("with a penalty"),
+    "a mean": SUMS.pop("beside a mean"),
+    "a small factor": lambda z: F.mse_loss(z, TARGETS) + 1e-3 * z.square().sum(),
+    "batchmean": lambda z: F.kl_div(z, TARGETS, reduction="batchmean"),
+    "by the rows": lambda z: F.mse_loss(z, TARGETS, reduction="sum") / len(z),
+    "over tokens that count": lambda z: (z * (TARGETS > 0.5)).sum() / (TARGETS > 0.5).sum(),
+    "variances of features": lambda z: torch.cat([z] * 8, 1).var(0).sum(),  # as many features as rows, or a multiple
     "products of features": lambda z: (torch.cat([z] * 8, 1).T @ torch.cat([z] * 8, 1)).square().sum(),
+    "other divisors": lambda z: F.cross_entropy(z, LABELS) + F.nll_loss(z, LABELS, ignore_index=0),
+}
+NOT_KNOWN: dict[str, Loss] = {
+    "rows apart": lambda z: F.mse_loss(z, TARGETS, reduction="none"),
+    "a norm": lambda z: z.norm(),
+    "a mean of what looks at all rows": lambda z: F.cross_entropy(z / z.norm(dim=0), LABELS),
+    "stacked vectors and a mask": lambda z: (torch.stack([z[0], z[1]]) * torch.rand(2, 3)).prod() * 2,
 }
 
 
@@ -71,15 +77,18 @@ def output() -> Tensor:
     return LINEAR(torch.rand(ROWS, 5))
 
 
-def test_means() -> None:
-    expected = dict.fromkeys(SUMS, True) | dict.fromkeys(UNCLEAR)
-    for losses, scales in ((SUMS, expected), (MEANS, dict.fromkeys(MEANS, False)), (COINCIDENCES, {})):
+def test_what_a_loss_is_over_rows() -> None:
+    for kind, losses in ((SUM, SUMS), (MEAN, MEANS), (MIXED, PARTS), (UNKNOWN, NOT_KNOWN)):
         for name, loss in losses.items():
-            assert terms_of(loss(output())).scale(ROWS) is scales.get(name), name
-            assert is_mean(loss(output())) is (losses is MEANS and name in ("criterion", "by hand")), name
+            assert over_rows(loss(output()), ROWS).kind == kind, name
+    assert {name for name, loss in MEANS.items() if is_mean(loss(output()))} == {"criterion", "by hand"}
+    assert not any(is_mean(loss(output())) for loss in SUMS.values())
     long = sum((output().mean() for _ in range(3000)), torch.zeros(()))
-    assert terms_of(long).scale(ROWS) is False
-    assert [Sum("Sum", rows).over(rows) for rows in (2, 3)] == [False, True]  # few rows are no evidence
+    assert over_rows(long, ROWS).kind == MEAN
+    few = {1: 1.0, 2: 0.5}  # rows that a factor may divide by
+    assert all(over_rows(factor * output()[:rows].square().sum(), rows).kind == EITHER for rows, factor in few.items())
+    vector = output() / torch.rand(ROWS, 3)
+    assert over_rows((vector.sum() / torch.tensor([2.0])).sum(), ROWS).kind == SUM
 
 
 MEETINGS: dict[str, Loss] = {
@@ -129,16 +138,9 @@ def loss_over_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def train(session: Session, loss: Callable[[nn.Module, Any], Tensor], strategy: str = "allreduce") -> Tensor:
     model: nn.Module = seeded()
-    model, rule, shares = prepare_on(session, model, plain.OPTIMIZERS["sgd"](model), loader_of(), strategy=strategy)
+    model, rule, shares = prepare_slices(session, model, plain.OPTIMIZERS["sgd"](model), loader_of(), strategy=strategy)
     loop(model, rule, shares, loss=loss, epochs=2)
     return plain.flat(model)
-
-
-def told(loss: Callable[[nn.Module, Any], Tensor], size: int, strategy: str = "allreduce") -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        together(size, lambda worker: train(Session(worker), loss, strategy))
-    return [str(one.message) for one in found]
 
 
 def with_a_penalty(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -165,13 +167,18 @@ def test_a_sum_is_one_process_with_and_without_its_weight_and_said_once(capsys: 
     assert capsys.readouterr().err.count("sum over rows") == 1
 
 
-def test_a_loss_that_is_a_sum_in_part_is_named_once_and_what_is_right_is_not() -> None:
-    for strategy in ("allreduce", "local-sgd:period=2"):
-        (message,) = told(with_a_penalty, 3, strategy)
-        assert "NllLoss" in message
-        assert 'mh.weight("sum")' in message
-    for loss, size in ((plain.cross_entropy, 2), (loss_over_rows, 2), (with_a_penalty, 1)):
-        assert not told(loss, size)
+def test_a_loss_that_slices_do_not_show_is_refused_on_all_workers() -> None:
+    def refused(worker: Worker, loss: Any, strategy: str) -> str:
+        with pytest.raises(Unsupported) as caught:
+            train(Session(worker), loss, strategy)
+        return str(caught.value)
+
+    contrast = lambda model, batch: F.cross_entropy(model(batch[0]) @ model(batch[0]).T, torch.arange(len(batch[0])))  # noqa: E731
+    for loss, why in ((with_a_penalty, "a sum over rows, and another part is none"), (contrast, "look at each other")):
+        for message in together(3, partial(refused, loss=loss, strategy="allreduce")):
+            assert why in message
+            assert 'mh.weight("sum")' in message
+    assert together(2, lambda worker: train(Session(worker), contrast, "local-sgd:period=2"))  # each its own, as meant
 
 
 def test_backward_goes_on_where_another_one_that_stood_before_it_is_gone() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 import plain
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.strategies import server_strategy
 from manyhands.testing.threads import together
@@ -217,7 +217,7 @@ def scheduled(worker: Worker, make: Any, rate: float = 0.01) -> Any:
     model = seeded()
     rule = torch.optim.SGD(model.parameters(), lr=rate)
     schedule = make(rule)
-    *found, same = prepare_on(Session(worker), model, rule, numbered(48), schedule, strategy="downpour")
+    *found, same = prepare_slices(Session(worker), model, rule, numbered(48), schedule, strategy="downpour")
     assert same is schedule
     return (*found, schedule)
 
@@ -277,7 +277,9 @@ def test_calls_between_passes_and_with_a_metric_are_one_step() -> None:
         rule = torch.optim.SGD(model.parameters(), lr=1.0)
         each = ExponentialLR(rule, 0.5)
         on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(rule, patience=0, factor=0.1)
-        *_, loader, _, _ = prepare_on(Session(worker), model, rule, numbered(), each, on_plateau, strategy="downpour")
+        *_, loader, _, _ = prepare_slices(
+            Session(worker), model, rule, numbered(), each, on_plateau, strategy="downpour"
+        )
         for _ in range(2):
             for _ in loader:
                 pass
@@ -318,7 +320,7 @@ def test_in_step_a_scheduler_comes_back_as_it_is_and_one_of_another_optimizer_is
     model = seeded()
     rule = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(rule, 0.9)
-    *_, same = prepare_on(Session(Worker()), model, rule, schedule)
+    *_, same = prepare_slices(Session(Worker()), model, rule, schedule)
     assert same is schedule
     assert type(same) is ExponentialLR
     with pytest.raises(BadInput, match="ExponentialLR is of another optimizer"):
@@ -360,7 +362,7 @@ def unfrozen(worker: Worker, strategy: str) -> None:
     model = seeded()
     model[0].weight.requires_grad_(False)
     rule = torch.optim.SGD(model.parameters(), lr=0.1)
-    _, _, loader = prepare_on(Session(worker), model, rule, loader_of(), strategy=strategy)
+    _, _, loader = prepare_slices(Session(worker), model, rule, loader_of(), strategy=strategy)
     for batch in loader:
         model[0].weight.requires_grad_(True)
         plain.cross_entropy(model, batch).backward()

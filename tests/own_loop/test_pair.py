@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import plain
 from manyhands.errors import BadInput, ManyhandsError, Unsupported
 from manyhands.own_loop import backward_watch
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
 from manyhands.worker import Worker
@@ -29,7 +29,7 @@ SGD = plain.OPTIMIZERS["sgd"]
 
 
 def prepared(worker: Worker, model: nn.Module, *loaders: Any, optimizer: str = "sgd", **options: Any) -> Any:
-    return prepare_on(Session(worker), model, plain.OPTIMIZERS[optimizer](model), *loaders, **options)
+    return prepare_slices(Session(worker), model, plain.OPTIMIZERS[optimizer](model), *loaders, **options)
 
 
 def branches() -> nn.Module:
@@ -76,7 +76,7 @@ def test_one_worker_is_the_plain_script_bit_for_bit() -> None:
         model = seeded(branches)
         own_rule = plain.OPTIMIZERS[optimizer](model)
         first = schedule(own_rule) if early else None
-        model, own_rule, loader = prepare_on(Session(Worker()), model, own_rule, loader_of(), strategy=strategy)
+        model, own_rule, loader = prepare_slices(Session(Worker()), model, own_rule, loader_of(), strategy=strategy)
         loop(model, own_rule, loader, schedule=first or schedule(own_rule), **how)
         assert torch.equal(plain.flat(model), plain.flat(expected)), strategy
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(own_rule), tensors_of(rule), strict=True)), strategy
@@ -234,7 +234,7 @@ def test_a_step_of_weight_zero_changes_nothing() -> None:
     def program(worker: Worker) -> list[bool]:
         session, model = Session(worker), seeded()
         session.state_weight(0)  # also before the pair is prepared
-        model, optimizer = prepare_on(session, model, plain.OPTIMIZERS["adamw"](model))
+        model, optimizer = prepare_slices(session, model, plain.OPTIMIZERS["adamw"](model))
         before = plain.flat(model).clone()
         (model(plain.rows(4)[0]).sum() * float("nan")).backward()
         alone = all(p.grad is None for p in model.parameters())
@@ -279,8 +279,8 @@ def test_preparing_again_replaces_and_does_not_stack() -> None:
         session, model = Session(worker), seeded()
         rule = plain.OPTIMIZERS["momentum"](model)
         schedule = COSINE(rule)
-        model, rule, loader = prepare_on(session, model, rule, loader_of())
-        model, rule, loader = prepare_on(session, model, rule, loader)
+        model, rule, loader = prepare_slices(session, model, rule, loader_of())
+        model, rule, loader = prepare_slices(session, model, rule, loader)
         loop(model, rule, loader, schedule=schedule)
         (pair,) = session.pairs
         assert pair.replica.rounds == (12 if worker.size > 1 else 0)
@@ -300,7 +300,7 @@ def test_a_pass_that_a_break_left_forgets_a_model_that_was_prepared_again() -> N
         optimizer.step()
         (open_pass,) = session.iterations
         remembered = [len(open_pass.used)]
-        prepare_on(session, model, SGD(model))
+        prepare_slices(session, model, SGD(model))
         return [*remembered, len(open_pass.used)]
 
     assert together(2, program) == [[1, 0]] * 2
@@ -309,8 +309,8 @@ def test_a_pass_that_a_break_left_forgets_a_model_that_was_prepared_again() -> N
 def test_a_second_optimizer_for_the_same_model_takes_over_and_the_first_says_so() -> None:
     model = seeded()
     session, first, second = Session(Worker()), SGD(model), SGD(model)
-    prepare_on(session, model, first)
-    prepare_on(session, model, second)
+    prepare_slices(session, model, first)
+    prepare_slices(session, model, second)
     second.step()
     with pytest.raises(Unsupported, match="one optimizer for each model"):
         first.step()
@@ -319,7 +319,7 @@ def test_a_second_optimizer_for_the_same_model_takes_over_and_the_first_says_so(
 def test_nothing_outlives_what_the_user_drops() -> None:
     session, model = Session(Worker()), seeded()
     rule = SGD(model)
-    prepare_on(session, model, rule)
+    prepare_slices(session, model, rule)
     session.state_weight(1)  # hooks at the parameters, which the user keeps
     gone = weakref.ref(rule)
     del rule
@@ -346,7 +346,7 @@ def test_grad_scaler() -> None:
         model = seeded(lambda: plain.mlp(torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         if worker.size:
-            model, optimizer = prepare_on(Session(worker), model, optimizer, strategy=strategy)
+            model, optimizer = prepare_slices(Session(worker), model, optimizer, strategy=strategy)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
             optimizer.zero_grad()
@@ -392,7 +392,7 @@ def test_an_optimizer_over_several_modules() -> None:
     def program(worker: Worker, wrap: Any, strategy: str = "allreduce") -> Tensor:
         encoder, decoder, optimizer = parts()
         modules = wrap([encoder, decoder])
-        back, _, loader = prepare_on(Session(worker), modules, optimizer, loader_of(), strategy=strategy)
+        back, _, loader = prepare_slices(Session(worker), modules, optimizer, loader_of(), strategy=strategy)
         assert back is modules
         return train_parts(encoder, decoder, optimizer, loader)
 
@@ -482,7 +482,7 @@ def test_what_prepare_does_not_take() -> None:
         *((modules, r"must be an nn\.Module, or a list of several, not") for modules in ([], [nn.Linear(1, 1), 3], {})),
     ):
         with pytest.raises(BadInput, match=message):
-            prepare_on(Session(Worker()), model, optimizer)
+            prepare_slices(Session(Worker()), model, optimizer)
     assert "step" not in vars(optimizer)
 
 
@@ -513,7 +513,7 @@ def test_a_rate_of_a_workers_own_is_named_where_all_steps_are_to_be_equal() -> N
 
     def program(worker: Worker, strategy: str) -> None:
         model = plain.mlp()
-        prepare_on(
+        prepare_slices(
             Session(worker), model, torch.optim.SGD(model.parameters(), 0.1 * (1 + worker.rank)), strategy=strategy
         )
 

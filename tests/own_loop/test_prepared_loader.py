@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,22 @@ import pytest
 import torch
 from own_loops import loader_of, prepared
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import manyhands as mh
 import plain
 from manyhands.data.open_source import open_source
 from manyhands.data.sharding import slice_of
-from manyhands.errors import BadInput
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.prepared_loader import PreparedLoader, share
 from manyhands.own_loop.session import Session
 from manyhands.testing.threads import together
@@ -218,7 +226,9 @@ def test_buffers_leave_out_a_stand_in_and_are_averaged_at_the_end_of_a_pass() ->
 
     def program(worker: Worker) -> tuple[list[bool], Tensor]:
         session, norm = Session(worker), nn.BatchNorm1d(1, momentum=None).double()
-        norm, optimizer, loader = prepare_on(session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6))
+        norm, optimizer, loader = prepare_slices(
+            session, norm, torch.optim.SGD(norm.parameters(), lr=0.1), loader_of(7, 6)
+        )
         moved = []
         for inputs, _ in loader:
             before = norm.running_mean.clone()
@@ -340,14 +350,14 @@ def test_weights_of_what_follows_a_stand_in_and_of_a_loop_inside_the_loop() -> N
             weights.append(session.next_backward().weight)
             if index == 1:
                 break
-        weights.append(session.next_backward().weight)  # counts again
+        weights.append(session.next_backward().weight)  # the batch is at hand until another one comes
         outer, inner = (PreparedLoader(DataLoader(range(8), batch_size=size), session) for size in (4, 2))
         for _ in outer:
             weights += [session.next_backward().weight for _ in inner]
             weights.append(session.next_backward().weight)
         return weights
 
-    assert together(2, program) == [[2.0, own, 1.0, *[1.0, 1.0, 1.0, 1.0, 2.0] * 2] for own in (0.0, 1.0)]
+    assert together(2, program) == [[2.0, own, own, *[1.0, 1.0, 1.0, 1.0, 2.0] * 2] for own in (0.0, 1.0)]
 
 
 # -- the end of a pass -----------------------------------------------------------------------------------------------
@@ -385,6 +395,66 @@ def test_only_pairs_that_stepped_in_a_pass_are_finished() -> None:
         return unchanged
 
     assert together(2, program) == [True, True]
+
+
+# -- backwards whose rows nobody knows -------------------------------------------------------------------------------
+
+
+def ahead(rank: int, loader: Any, other: Any) -> Iterator[Any]:
+    batches = iter(loader)
+    coming = next(batches)
+    while coming is not None:
+        batch, coming = coming, next(batches, None)
+        yield batch
+
+
+def looked_at(rank: int, loader: Any, other: Any) -> Iterator[Any]:
+    next(iter(loader))
+    yield from loader
+
+
+SEVERAL, OTHER = "several batches came since the backward before", "the batch has another number"
+UNKNOWN = {
+    SEVERAL: [
+        ahead,
+        looked_at,
+        lambda rank, loader, other: (batch for batch, _ in zip(loader, other, strict=True)),
+        lambda rank, loader, other: (batch for number, batch in enumerate(loader) if number != 1),
+        lambda rank, loader, other: (batch for number, batch in enumerate(loader) if number != rank),
+    ],
+    OTHER: [lambda rank, loader, other: loader],
+}
+
+
+def one_row_less(items: list[Any]) -> Any:
+    return default_collate(items[1:])
+
+
+@pytest.mark.filterwarnings("ignore:no optimizer took a step")
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
+def test_a_backward_of_which_nobody_knows_the_rows(strategy: str) -> None:
+    """It is refused where it begins, unless its weight is stated; then workers must be at the same batch."""
+
+    def program(worker: Worker, batches: Any, stated: bool, options: Any) -> None:
+        session = Session(worker)
+        model, rule, *loaders = prepared(
+            worker, strategy, *(loader_of(32, 8, **options) for _ in "ab"), session=session
+        )
+        for batch in batches(worker.rank, *loaders):
+            if stated:
+                session.state_weight(4.0)
+            plain.cross_entropy(model, batch).backward()
+            rule.step()
+
+    for message, loops in UNKNOWN.items():
+        options = {"collate_fn": one_row_less} if message == OTHER else {}
+        for batches in loops:
+            with pytest.raises(Unsupported, match=message):
+                together(2, partial(program, batches=batches, stated=False, options=options))
+            if batches is not loops[-1] or message == OTHER:
+                together(2, partial(program, batches=batches, stated=True, options=options))
+    with pytest.raises(Unsupported, match="the workers are at different batches"):
+        together(2, partial(program, batches=UNKNOWN[SEVERAL][-1], stated=True, options={}))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import manyhands as mh
 import plain
 from manyhands.comm.checks import slice_of
 from manyhands.errors import BadInput, NotFinite, Unsupported
-from manyhands.own_loop.prepare import prepare_on
+from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.session import Session
 from manyhands.replica.replica import Replica
 from manyhands.strategies import strategy_of
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
     def own_loop(worker: Worker) -> None:
         model = plain.mlp()
-        prepare_on(Session(worker), model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=SHARDED)
+        prepare_slices(Session(worker), model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=SHARDED)
 
     with pytest.raises(Unsupported, match="use mh.train, or leave sharded out"):
         together(2, own_loop)

@@ -40,7 +40,7 @@ class BackwardWatcher(Protocol):
         """Entered before the backward and left after it; gives what its gradients are multiplied by."""
 
 
-_watchers: list[tuple[weakref.ref[Any], int]] = []  # (watcher, its thread), the newest last
+_watchers: list[tuple[weakref.ref[Any], threading.Thread]] = []  # (watcher, its thread), the newest last
 _behind: Any = torch.autograd.backward  # what `_backward` calls: torch's own, or engine sim's
 _installed = False  # `_backward` is called where torch.autograd.backward is, maybe by another one that stands before it
 _changing = threading.RLock()  # reentrant: the garbage collector may call `_forget` within `watch`
@@ -50,7 +50,7 @@ def watch(watcher: BackwardWatcher) -> None:
     """From now on, until it is gone."""
     global _behind, _installed
     with _changing:
-        _watchers.append((weakref.ref(watcher, lambda _: _forget()), threading.get_ident()))
+        _watchers.append((weakref.ref(watcher, lambda _: _forget()), threading.current_thread()))
         now = torch.autograd.backward
         if now is not _backward and (not _installed or now.__module__ == "torch.autograd"):
             _behind, torch.autograd.backward, _installed = now, _backward, True
@@ -78,7 +78,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
 
 def _watcher_here() -> BackwardWatcher | None:
     """That of the current worker; of workers that are threads of a test, that of this thread."""
-    worker, thread = current(), threading.get_ident()
+    worker, thread = current(), threading.current_thread()
     found = None
     for reference, own_thread in reversed(_watchers):
         watcher: BackwardWatcher | None = reference()
@@ -86,7 +86,7 @@ def _watcher_here() -> BackwardWatcher | None:
             continue
         if watcher.worker is worker:
             return watcher
-        if found is None and own_thread == thread:
+        if found is None and own_thread is thread and not watcher.worker.shares_process:
             found = watcher
     return found
 

@@ -18,8 +18,10 @@ def check_batches(given: str | None) -> None:
         raise BadInput(f"batches must be {WHOLE} or {SLICES}, not {given!r}")
 
 
-def batches_of(given: str | None, strategy: Strategy) -> str:
-    """WHOLE or SLICES, which is what None means.
+def batches_of(given: str | None, strategy: Strategy, *, one_process: bool = False) -> str:
+    """WHOLE or SLICES. None: whole, where workers have one model.
+
+    one_process: all workers are in one, as on engine sim, where torch's functions are not each worker's own: slices.
 
     Raises BadInput for another word, Unsupported for whole batches where each worker's model is its own.
     """
@@ -30,7 +32,7 @@ def batches_of(given: str | None, strategy: Strategy) -> str:
             f"with strategy {strategy.name} each worker's model is its own between exchanges, so workers cannot compute one batch together: "
             f"give batches={SLICES}, of which each worker trains on its rows, or strategy allreduce"
         )
-    return given or SLICES
+    return given or (WHOLE if one_model and not one_process else SLICES)
 
 
 def has_own_exchange(strategy: Strategy) -> bool:

@@ -1,24 +1,22 @@
-"""Checks of the first steps of a user's own loop: whether the workers train apart, compute the same
-gradient, or sum the loss over rows."""
+"""Checks of the first steps of a user's own loop: whether the workers train apart, or compute the same gradient."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from manyhands.errors import Line
-from manyhands.own_loop import loss_graph
-from manyhands.own_loop.backward_watch import Roots
 from manyhands.worker import Worker
+
+if TYPE_CHECKING:
+    from manyhands.own_loop.session import Session
 
 STEPS = 3
 """So many steps are looked at, at most: in the first one that every rank has a gradient for, the answer is known."""
@@ -27,11 +25,6 @@ _ALIKE = (
     "all {size} workers computed the same gradient in step {step}, so they train on the same rows. Iterate the loader "
     "that mh.prepare returns: model, optimizer, loader = mh.prepare(model, optimizer, loader). Without a loader, see "
     "help(mh.prepare). If you want equal rows, call mh.weight(1) before backward()."
-)
-_UNCLEAR = (
-    "a part of the loss is a sum over the batch's rows ({functions}), and another part is none, or may be none, so {size} workers' gradients are not "
-    "one process's. Divide the loss by the rows (reduction='mean'), or, if all of it is a sum over rows, call mh.weight(\"sum\") before backward(). See "
-    "docs/own-loop.md."
 )
 _APART = (
     "{size} workers took {steps} optimizer steps without exchanging anything, so each of them trains alone on all "
@@ -43,55 +36,6 @@ _ONE_APART = (
 )
 
 
-class FirstLosses:
-    """What the losses of a session's first backwards are over their rows, by the line of the backward.
-
-    A sum is told from a mean by the loss's graph. The ranks agree on it: it is a sum if it is one on all that have
-    enough rows to tell.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.alike_warned = False  # by any `FirstSteps` of the session
-        self._left: dict[Line, int] = {}  # backwards that are still looked at
-        self._sums: set[Line] = set()
-        self._named = False
-
-    def is_sum(self, roots: Roots, rows: float | None, *, together: bool) -> bool:
-        """Whether the backward that begins is of a sum over rows. Where it is unclear, rank 0 warns once.
-
-        rows: of the batch, where a prepared loader gave it and they are its weight; 0: a stand-in.
-        together: workers are in step; a collective in the first steps of a line then.
-        """
-        left = self._left.get(roots.line, STEPS)
-        if rows is None or not left or self.worker.size == 1 or roots.loss is None:
-            return rows is not None and roots.line in self._sums
-        self._left[roots.line] = left - 1
-        terms = loss_graph.terms_of(roots.loss)
-        own = (
-            None if rows < loss_graph.LEAST_ROWS else {True: "sum", False: "other", None: "unclear"}[terms.scale(rows)]
-        )
-        everybodys = self.worker.group.all_gather_json(own) if together else [own]
-        found = set(everybodys) - {None}
-        if found == {"sum"}:
-            self._say_once(roots.line)
-            self._sums.add(roots.line)
-        else:
-            self._sums.discard(roots.line)
-        if found & {"sum", "unclear"} and found != {"sum"} and not self._named:
-            self._named = True
-            if self.worker.rank == 0:
-                functions = ", ".join(dict.fromkeys(one.function for one in terms.sums))
-                warnings.warn(
-                    _UNCLEAR.format(functions=functions, size=self.worker.size), stacklevel=6
-                )  # the user's backward()
-        return roots.line in self._sums
-
-    def _say_once(self, line: Line) -> None:
-        if line not in self._sums and self.worker.rank == 0:
-            sys.stderr.write(f"manyhands: {line}: the loss is a sum over rows, so the workers' gradients are added\n")
-
-
 class FirstSteps:
     """Of one pair: compares the ranks' own gradients in its first steps.
 
@@ -100,7 +44,7 @@ class FirstSteps:
     zeros.
     """
 
-    def __init__(self, session: FirstLosses, *, compares: bool = True) -> None:
+    def __init__(self, session: Session, *, compares: bool = True) -> None:
         """compares: else nothing is done: workers that go at their own pace exchange through no group."""
         self._session = session
         self.left = STEPS if session.worker.size > 1 and compares else 0  # still looked at, the same on all ranks

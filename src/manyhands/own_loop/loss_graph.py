@@ -1,13 +1,12 @@
-"""What a loss's graph shows before backward uses it up: whether the loss adds up over rows, what it divides by, when it began."""
+"""What a loss's graph shows before backward uses it up: whether the loss adds up over rows, what it divides by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 
@@ -19,14 +18,16 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes have no types
 
 _MEAN, _SUM = 1, 2  # `_saved_reduction` of torch's losses
 _LEAST_FACTOR = 0.5  # of a sum; a smaller one may divide by what was counted
-LEAST_ROWS = 3  # so few rows that a factor of a half, or a size that the rows divide, is no evidence
+_ROUNDING = 1e-6
+_CLASS_LOSSES = ("NllLoss", "NllLoss2D")  # of cross entropy, too
 _ROW_BY_ROW = _names(
     "Abs Add Addcdiv Addcmul Alias BinaryCrossEntropy BinaryCrossEntropyWithLogits Cat Clamp ClampMax ClampMin Clone Cos Div Erf Exp Expm1 "
-    "Gelu HardTanh HuberLoss KlDiv LeakyRelu Log Log10 Log1P Log2 LogSigmoid LogSoftmax MaskedFill Maximum Minimum MseLoss Mul Neg NllLoss "
-    "NllLoss2D Pow Reciprocal Relu Rsqrt Rsub Sgn Sigmoid Silu Sin SmoothL1Loss Softmax Softplus Sqrt Sub Tanh ToCopy UnsafeView Unsqueeze View "
+    "Gelu HardTanh HuberLoss KlDiv LeakyRelu Log Log10 Log1P Log2 LogSigmoid MaskedFill Maximum Minimum MseLoss Mul Neg NllLoss "
+    "NllLoss2D Pow Reciprocal Relu Rsqrt Rsub Sgn Sigmoid Silu Sin SmoothL1Loss Softplus Sqrt Sub Tanh ToCopy UnsafeView Unsqueeze View "
     "Reshape Squeeze Where Select Slice"
 )
 """Functions that leave rows apart, or would be seen by the length if they did not."""
+_ALONG_DIMENSIONS = _names("LogSoftmax Mean Permute Softmax Sum Transpose")
 _LAYERS = _names(
     "Addmm Addbmm Baddbmm Bmm Mm Mv Dot Linear Convolution ConvolutionOverrideable MkldnnLinear MkldnnConvolution Embedding "
     "NativeLayerNorm NativeBatchNorm NativeGroupNorm FusedRmsNorm NativeDropout MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D "
@@ -37,63 +38,101 @@ _PRODUCTS = _names("Addmm Mm")
 _SAME = {"Neg", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Permute"}
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A part of a loss that is a sum."""
-
-    function: str  # as in the graph: BinaryCrossEntropy, Sum
-    length: int | None  # of the first dimension of what is added up; None: torch's losses, which add up over their rows
-    proven: bool = True  # nothing that is known to the contrary lies between it and the layers whose rows it adds up
-
-    def over(self, rows: float) -> bool:
-        """Whether it can be a sum over so many rows, or over the tokens of so many."""
-        return rows >= LEAST_ROWS and (self.length is None or self.length % rows == 0)
+MEAN, SUM = "a mean", "a sum"
+EITHER = "a sum or a mean"  # of so few rows that both are the same
+UNKNOWN = "not known"
+MIXED = "a sum in part"
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """The terms of a loss."""
+class OverRows:
+    """What a loss is over the rows of a batch."""
 
-    sums: list[Sum]  # over data
-    others: bool  # whether there are more: means, penalties (sums of parameters alone), what is not known
-
-    def scale(self, rows: float) -> bool | None:
-        """Over so many rows: whether the loss is a sum; None where one part of it is, and another one is not, or may not be."""
-        if not any(one.over(rows) for one in self.sums):
-            return False
-        proven = all(one.proven and one.over(rows) for one in self.sums)
-        return True if proven and not self.others else None
+    kind: str  # MEAN, SUM, EITHER, UNKNOWN or MIXED
+    divisor: float | None = None  # of a mean: what it divides by, where that is not the rows
+    why: str = ""  # MIXED
 
 
-def terms_of(loss: Tensor) -> LossTerms:
-    """Those of a loss of one number.
+def over_rows(loss: Tensor, rows: float) -> OverRows:
+    """As far as the graph of a loss of one number shows it; rows: of the batch, at least 1.
 
-    What a divisor may make a mean is no sum, nor what is not known: own functions, compiled code, small factors.
+    A penalty, which is computed from parameters alone, counts as a mean. What a divisor may make a mean is no sum.
     """
-    found, others = list[Sum](), False
+    kinds, weighted, why = set[str](), [], ""
     ahead = list(_terms(loss.grad_fn)) if loss.numel() == 1 else []
+    if not ahead:
+        return OverRows(UNKNOWN)
     while ahead:
         node, factor = ahead.pop()
         name, reduction = _name(node), getattr(node, "_saved_reduction", None)
-        if reduction is not None:
-            if reduction == _SUM and abs(factor) >= _LEAST_FACTOR:
-                found.append(Sum(name, None))
-            else:
-                others = True
-        elif name == "Sum":
-            sizes = node._saved_self_sym_sizes
-            below = node.next_functions[0][0]
-            if math.prod(sizes) == 1:
-                ahead += _terms(below, factor)
-            elif _name(below) == "Stack":
-                ahead += [term for part in _parts(below) for term in _terms(part, factor)]
-            elif abs(factor) >= _LEAST_FACTOR and not _is_penalty(below, sizes) and not _is_reduced(below):
-                found.append(Sum(name, sizes[0], _is_row_by_row(below)))
-            else:
-                others = True
+        if reduction == _MEAN and not _is_row_by_row(node.next_functions[0][0]):
+            kinds.add(UNKNOWN)
+        elif reduction == _MEAN and name in _CLASS_LOSSES:
+            weighted.append(node)
+        elif reduction is not None:
+            saved = getattr(node, "_saved_self", None)
+            kinds.add(MEAN if reduction == _MEAN else _sum_kind(factor, rows, [] if saved is None else saved.shape))
+        elif name in ("Sum", "Mean") and math.prod(_sizes(node)) == 1:
+            ahead += _terms(node.next_functions[0][0], factor)
+        elif name == "Sum" and _name(node.next_functions[0][0]) == "Stack":
+            ahead += [term for part in _parts(node.next_functions[0][0]) for term in _terms(part, factor)]
+        elif name in ("Sum", "Mean"):
+            kinds.add(_kind_of_reduction(node, factor, rows))
         else:
-            others = True
-    return LossTerms(found, others)
+            kinds.add(UNKNOWN)
+        if MIXED in kinds and not why:
+            why = f"it adds up over rows ({name}), and is divided by a number that may be theirs, or everybody's"
+    if why:
+        return OverRows(MIXED, why=why)
+    if SUM in kinds:
+        alone = kinds <= {SUM, EITHER} and not weighted
+        return (
+            OverRows(SUM) if alone else OverRows(MIXED, why="a part of it is a sum over rows, and another part is none")
+        )
+    if weighted and not kinds and len(found := {float(node._saved_total_weight) for node in weighted}) == 1:
+        return OverRows(MEAN, found.pop())
+    if not all(map(_counts_rows, weighted)):
+        return OverRows(
+            MIXED, why="one part of it divides by the targets that count, and another part by another number"
+        )
+    return OverRows(EITHER if kinds == {EITHER} and not weighted else UNKNOWN if UNKNOWN in kinds else MEAN)
+
+
+def _kind_of_reduction(node: Node, factor: float, rows: float) -> str:
+    """Of a sum or a mean, which may be of what was reduced over rows before: `x.mean(0).sum()` is a mean over rows."""
+    if _name(node) == "Sum" and _is_penalty(node.next_functions[0][0], _sizes(node)):
+        return MEAN
+    over, sizes = node, _sizes(node)
+    below = node.next_functions[0][0]
+    while len(parts := _parts(below)) == 1:
+        if _name(below) in ("Mean", "Sum") and not _keeps_first(below):
+            over, sizes = below, _sizes(below)
+        (below,) = parts
+    apart = _is_row_by_row(over.next_functions[0][0])
+    if _name(over) == "Mean":
+        return MEAN if apart else UNKNOWN
+    kind = _sum_kind(factor, rows, sizes)
+    return kind if apart or kind == UNKNOWN else MIXED
+
+
+def _sum_kind(factor: float, rows: float, sizes: Sequence[int]) -> str:
+    """Of what is added up over a tensor of these sizes, and multiplied by a factor. A small one may divide by this slice's
+    rows, or by what is the same for all slices."""
+    if sizes and sizes[0] % rows:
+        return UNKNOWN  # no rows of the batch
+    if abs(factor) < _LEAST_FACTOR:
+        return MIXED
+    return EITHER if abs(factor * rows - 1) < _ROUNDING else SUM
+
+
+def _counts_rows(node: Node) -> bool:
+    """Of cross entropy's or nll_loss's mean: whether it divides by all targets."""
+    return node._saved_weight is None and not bool((node._saved_target == node._saved_ignore_index).any())
+
+
+def _sizes(node: Node) -> tuple[int, ...]:
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return tuple(node._saved_self.shape if sizes is None else sizes)
 
 
 def divisor_of(loss: Tensor) -> float | None:
@@ -101,7 +140,7 @@ def divisor_of(loss: Tensor) -> float | None:
     targets that are not ignored; None where it is none of these, or has terms that divide by another number."""
     found = set[float]()
     for node, _ in _terms(loss.grad_fn):
-        if not (_name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == _MEAN):
+        if not (_name(node) in _CLASS_LOSSES and node._saved_reduction == _MEAN):
             return None
         found.add(float(node._saved_total_weight))
     return found.pop() if len(found) == 1 else None
@@ -131,24 +170,6 @@ def _terms(node: Node, factor: float = 1.0) -> Iterator[tuple[Node, float]]:
             yield node, factor
 
 
-def first_number(loss: Tensor) -> float:
-    """Autograd's number of the node that was made first; infinity where there is none."""
-    return min(
-        (node._sequence_nr() for node in _nodes(loss.grad_fn) if not hasattr(node, "variable")), default=math.inf
-    )
-
-
-def next_number() -> int:
-    """Greater than those of all autograd nodes so far, less than those to come."""
-    with torch.enable_grad():
-        return int(cast(Node, (torch.zeros((), requires_grad=True) * 1).grad_fn)._sequence_nr())
-
-
-def has_casts(loss: Tensor) -> bool:
-    """Whether a tensor's dtype was changed on the way to the loss, as autocast does."""
-    return any(_name(node) == "ToCopy" for node in _nodes(loss.grad_fn))
-
-
 def _nodes(node: Node) -> Iterator[Node]:
     """A node, and all that lead to it."""
     seen, ahead = set[Node](), [node]
@@ -174,7 +195,7 @@ def _constant(node: Node) -> float | None:
     other = getattr(node, "_saved_other", None)
     if len(_parts(node)) != 1 or node.next_functions[0][0] is None or other is None:
         return None
-    return float(other)
+    return float(other) if not isinstance(other, Tensor) or other.numel() == 1 else None
 
 
 def _is_penalty(node: Node, sizes: tuple[int, ...]) -> bool:
@@ -191,13 +212,26 @@ def _is_row_by_row(node: Node) -> bool:
         name = _name(one)
         if hasattr(one, "variable") or (name in _LAYERS and not _is_of_rows_with_rows(one, name)):
             continue
-        if not (name in _ROW_BY_ROW or (name in ("Mean", "Sum") and _keeps_first(one))):
+        if not (name in _ROW_BY_ROW or name in _ALONG_DIMENSIONS):
             return False
-        if getattr(one, "_saved_reduction", 0):  # a loss that is one number already
+        if getattr(one, "_saved_reduction", 0) or not _leaves_first(one, name):
             return False
         ahead += [part for part in _parts(one) if part not in seen]
         seen.update(_parts(one))
     return True
+
+
+def _leaves_first(node: Node, name: str) -> bool:
+    """Of a function along dimensions: whether the first one, of rows, is none of them."""
+    if name in ("Mean", "Sum"):
+        return _keeps_first(node)
+    if name not in _ALONG_DIMENSIONS:
+        return True
+    n = len(node._input_metadata[0].shape)  # of the result
+    if name == "Permute":
+        return not n or node._saved_dims[0] % 2**64 in (0, 2**64 - n)
+    dims = [node._saved_dim0, node._saved_dim1] if name == "Transpose" else [node._saved_dim]
+    return all(dim % 2**64 not in (0, 2**64 - n) for dim in dims)
 
 
 def rows_meet(loss: Tensor) -> bool:
@@ -235,14 +269,5 @@ def _has_layers(node: Node) -> bool:
 def _keeps_first(node: Node) -> bool:
     """Of a mean, a sum or a variance: whether the first dimension stays."""
     dims = getattr(node, "_saved_dim", None)
-    n = len(getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape)
+    n = len(_sizes(node))
     return bool(dims) and not any(dim in (0, -n, 2**64 - n) for dim in dims or ())  # saved without a sign
-
-
-def _is_reduced(node: Node) -> bool:
-    """Whether the first dimension went before: `x.mean(0).sum()` is a mean over rows."""
-    while len(_parts(node)) == 1:
-        if _name(node) in ("Mean", "Sum"):
-            return not _keeps_first(node)
-        (node,) = _parts(node)
-    return False

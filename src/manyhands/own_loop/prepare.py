@@ -22,9 +22,8 @@ from manyhands.own_loop import prepared_loader
 from manyhands.own_loop.argument_checks import check_arguments, root_of
 from manyhands.own_loop.batches import WHOLE, batches_of, has_own_exchange
 from manyhands.own_loop.launch import launched_batches, launched_strategy
-from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
-from manyhands.own_loop.prepared_loader import check_loader, part_of, warn_of_whole_items
+from manyhands.own_loop.prepared_loader import check_loader, cut_rows, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.server.in_process import InProcessServers
@@ -110,35 +109,35 @@ def prepare(
         raise BadInput(
             "this script calls mh.prepare, and --auto prepares scripts that do not: leave --auto out, or the call"
         )
-    return prepare_on(session(), model, optimizer, *others, strategy=strategy, batches=batches)
+    here, chosen = session(), strategy_of(strategy or launched_strategy() or DEFAULT)
+    wanted = batches_of(batches or launched_batches(), chosen, one_process=here.worker.shares_process)
+    way = prepare_whole if wanted == WHOLE and here.worker.size > 1 else prepare_slices
+    return way(here, model, optimizer, *others, strategy=chosen)
 
 
-def prepare_on(
-    session: Session,
-    model: M,
-    optimizer: O,
-    *others: Given,
-    strategy: Strategy | str | None = None,
-    batches: str | None = None,
+def prepare_slices(
+    session: Session, model: M, optimizer: O, *others: Given, strategy: Strategy | str = DEFAULT
 ) -> Prepared[M, O]:
-    """`prepare` for the Worker of a given session."""
-    chosen, worker = strategy_of(strategy or launched_strategy() or DEFAULT), session.worker
-    if batches_of(batches or launched_batches(), chosen) == WHOLE and worker.size > 1:
-        return _prepare_whole(session, chosen, model, optimizer, *others)
+    """`prepare` for the Worker of a session, whose loop sees its rows of each batch."""
+    strategy, worker = strategy_of(strategy), session.worker
+    if session.whole is not None:
+        raise Unsupported(
+            f"this script computes with whole batches since an earlier mh.prepare, and strategy {strategy.name} is for slices of them: give batches=slices to each"
+        )
     for given in others:
         if isinstance(given, LRScheduler):
             check_scheduler(given, optimizer)
             continue
         check_loader(given, worker.size)
         warn_of_whole_items(given, worker)
-    spec = chosen.server()
+    spec = strategy.server()
     if spec is not None and worker.size == 1 and (worker.server is None or session.prepared):
         list_rule(spec)  # a server holds one model; alone each has one of its own, in this process
         (worker.server,) = InProcessServers(spec, workers=1).clients
     elif spec is not None and worker.server is None and worker.start_server is not None:
         list_rule(spec)
         worker.server = worker.start_server(spec)
-    pair = Pair(session, model, optimizer, chosen)
+    pair = Pair(session, model, optimizer, strategy)
     for given in others:
         if isinstance(given, LRScheduler) and pair.leasing is not None:
             session.schedules.append(OwnPaceSchedule(lambda: session.pass_under_way))
@@ -150,16 +149,22 @@ def prepare_on(
     )
 
 
-def _prepare_whole(session: Session, strategy: Strategy, model: M, optimizer: O, *others: Given) -> Prepared[M, O]:
-    """Every worker has whole batches; schedulers and loaders stay what they are."""
+def prepare_whole(session: Session, model: M, optimizer: O, *others: Given, strategy: Strategy) -> Prepared[M, O]:
+    """`prepare` for the Worker of a session, whose loop sees whole batches; schedulers and loaders stay what they are."""
     if session.worker.shares_process:
         raise Unsupported(
             "batches=whole replaces torch's functions in each worker's process, and on engine sim all workers are in one: use engine local, or batches=slices"
         )
+    if session.whole is None and session.pairs:
+        raise Unsupported(
+            "this script computes with slices of batches since an earlier mh.prepare: give batches=slices to each, or batches=whole"
+        )
     root = root_of(model)
     check_arguments(root, optimizer, strategy, session.worker)
     for given in others:
-        if not isinstance(given, LRScheduler):
+        if isinstance(given, LRScheduler):
+            check_scheduler(given, optimizer)
+        else:
             check_loader(given, 1)
     script = session.run_whole()
     script.prepare(root, optimizer)
@@ -207,6 +212,10 @@ def share(rows: B) -> B:
     here = session()
     if here.worker.size == 1 or here.whole is not None:
         return rows
+    if here.sliced is not None:
+        here.sliced.prepare()
+        if not torch.is_grad_enabled():
+            return rows
     if here.own_pace is not None:
         raise Unsupported(
             "mh.share waits for all workers, and with this strategy they go at their own pace: use one whose workers are in step (allreduce, local-sgd), "
@@ -218,9 +227,7 @@ def share(rows: B) -> B:
             "use fewer workers"
         )
     whole = everybodys(rows, here.worker.group)
-    if here.observed is not None:
-        return cast(B, here.observed.share(whole))
-    own = part_of(whole, PassDeal.SLICE, here.worker.rank, here.worker.size)
+    own = cut_rows(whole, here.worker.rank, here.worker.size)
     here.state_weight(float(own.rows or 0))
     return cast(B, own.batch)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from typing_extensions import override
 
 from manyhands import rng
-from manyhands.data.batch import digest_of, map_columns, rows_of, slice_rows
+from manyhands.data.batch import columns, digest_of, map_columns, rows_of, slice_rows
 from manyhands.data.leases import Lease, Segment, foreseen
 from manyhands.data.readers.datasets import RowLoader, set_epoch
 from manyhands.data.readers.loaders import (
@@ -31,10 +31,9 @@ from manyhands.data.readers.loaders import (
     unshared,
 )
 from manyhands.data.sharding import slice_of
-from manyhands.data.source import COMPARED, Pick, Picks, Reading, check_digests
+from manyhands.data.source import COMPARED, Picks, Reading, check_digests
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.observed.loops import PassDeal
 from manyhands.own_loop.own_pace_schedule import PassProgress
 from manyhands.own_loop.session import Iteration, Pair, Session, in_order
 from manyhands.task import named
@@ -43,6 +42,10 @@ from manyhands.worker import Worker
 _IDLE = (
     "no optimizer took a step in a pass over a prepared loader, and each of the {size} workers got its part of the rows only. For validation and "
     "statistics iterate a loader that was not prepared (its `plain` gives all rows), or average what each worker finds: mh.mean(value, weight=rows)"
+)
+_NOT_TRAINED = (
+    "no optimizer took a step in a pass over a DataLoader, of which each worker got its slices: iterate it under torch.no_grad(), where workers get all "
+    "rows, or give --batches whole"
 )
 _WHOLE_ITEMS = (
     "the DataLoader has batch_size=None, so each item of its dataset counts as a batch whose rows are its first dimension, and workers share those. If an "
@@ -57,27 +60,8 @@ class Share:
     batch: Any
     rows: int | None  # how many of them count; None: nobody asks (one worker, or a batch that has no rows)
     stand_in: bool = False  # the batch is there only so that the loop body runs
-    total: int | None = None  # rows of the global batch, where workers do not get their slices alone
 
 
-class Dealer:
-    """Says how the workers get the batches of a pass: each its slice. An observed loop has another one for each pass."""
-
-    trains: bool = True
-    """Whether the pass is known to train, or may; else all of it is read as the script would."""
-
-    def next_deal(self) -> PassDeal:
-        """The loop asks for its next batch."""
-        return PassDeal.SLICE
-
-    def dealt(self, share: Share) -> None:
-        """It gets this."""
-
-    def left(self) -> None:
-        """The pass is over."""
-
-
-_SLICES = Dealer()
 _Planned = tuple[list[list[Any]], Reading]  # (the sampler's items of each batch, how this worker reads them)
 
 
@@ -100,14 +84,19 @@ class PreparedLoader(Iterable[Any]):
     What is not named here (`dataset`, `batch_size`, `sampler`, …) is the plain loader's.
     """
 
-    def __init__(self, plain: Iterable[Any], session: Session, dealer: Dealer = _SLICES) -> None:
-        self.plain, self.session, self.dealer = plain, session, dealer
+    def __init__(self, plain: Iterable[Any], session: Session) -> None:
+        self.plain, self.session = plain, session
         self.pairs = WeakSet[Pair]()  # whose models it trains: those that it was prepared with, then as seen in a pass
         self._open: Iteration | None = None
         self.passes = 0
         self._warmup = 0  # slices that worker 0 trains alone in the pass under way
         self._idle_told = False
-        check_loader(plain, session.worker.size if dealer is _SLICES else 1)
+        check_loader(plain, session.worker.size)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass goes on, which was not left."""
+        return self._open is not None and self._open.is_open
 
     def __len__(self) -> int:
         """Batches in a pass, the same on every worker."""
@@ -130,7 +119,7 @@ class PreparedLoader(Iterable[Any]):
         """One pass. Begin it on all workers alike, and go on to the same batch; collective with several workers."""
         self.finish()
         session = self.session
-        if session.pass_under_way is not None and self.dealer.trains:
+        if session.pass_under_way is not None:
             raise Unsupported(
                 "two prepared loaders are under way at once, and workers that go at their own pace can share out the rows of one: "
                 "iterate the other one as it was before prepare (its `plain`), or use a strategy in step (allreduce, local-sgd)"
@@ -154,13 +143,15 @@ class PreparedLoader(Iterable[Any]):
         session = self.session
         try:
             for share in shares:
-                session.begin_batch(iteration, share.rows, stand_in=share.stand_in)
-                self.dealer.dealt(share)
+                clear = (
+                    share.rows is None or share.stand_in or not {share.rows, None}.isdisjoint(_row_counts(share.batch))
+                )
+                session.begin_batch(iteration, share.rows, clear=clear, stand_in=share.stand_in)
                 yield share.batch
                 session.end_batch(iteration)
-        finally:
             session.end_pass(iteration)
-            self.dealer.left()
+        finally:
+            session.leave_pass(iteration)
             if iteration.progress is not None and session.own_pace is not None:
                 session.own_pace.deactivate()  # also after a `break`: the others go on
         self._close(iteration)
@@ -174,9 +165,10 @@ class PreparedLoader(Iterable[Any]):
             anybody, pair = self._meet(iteration.progress, bool(pairs)), self.session.own_pace
             pairs = {pair} if anybody and pair is not None else set()
         self.pairs = WeakSet(pairs)
-        idle = not pairs and self.dealer is _SLICES
-        if idle and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
+        if not pairs and self.session.prepared and self.session.worker.size > 1 and not self._idle_told:
             self._idle_told = True
+            if self.session.unchanged:
+                raise Unsupported(_NOT_TRAINED)
             if self.session.worker.rank == 0:
                 warnings.warn(_IDLE.format(size=self.session.worker.size), stacklevel=3)
         for pair in in_order(pairs):
@@ -201,8 +193,6 @@ class PreparedLoader(Iterable[Any]):
     def _shares(self, iteration: Iteration) -> Iterator[Share]:
         if self.session.worker.size == 1:
             return (Share(batch, None) for batch in iter(self.plain))
-        if not self.dealer.trains:
-            return self._read()
         if self.session.own_pace is not None:
             iteration.progress = PassProgress(self.session.worker.size)
         if isinstance(self.plain, DataLoader) and is_indexed(self.plain):
@@ -227,7 +217,7 @@ class PreparedLoader(Iterable[Any]):
 
     def _loaded_in_step(self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn) -> Iterator[Share]:
         plan, reading = self._planned(loader, batches, drawn)
-        return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading, self.dealer))
+        return drawn.along(_load(reader_of(loader, loader.num_workers), plan, reading))
 
     def _planned(self, loader: DataLoader[Any], batches: Iterator[list[Any]], drawn: _Drawn) -> _Planned:
         """All batches of the pass, and how this worker reads them. A collective: BadInput where workers have other data."""
@@ -257,27 +247,16 @@ class PreparedLoader(Iterable[Any]):
     def _loaded_at_own_pace(
         self, reader: RowLoader, plan: list[list[Any]], reading: Reading, own_pace: Pair, progress: PassProgress
     ) -> Iterator[Share]:
-        first = 0
-        while first < len(plan) and (deal := self.dealer.next_deal()) is not PassDeal.SLICE:
-            yield _load_whole(reader, plan[first], first, reading, deal)
-            first += 1
         segment = Segment(
             epoch=self.session.passes,
-            first=first,
+            first=0,
             until=len(plan),
             parts=reading.size,
             size=reading.size,
             rank0_warmup_ticks=self._warmup,
         )
         self.session.passes += 1
-        for share in _leased(reader, plan, reading, segment, lambda: self._lease(own_pace, segment, progress)):
-            yield share
-            self.dealer.next_deal()
-
-    def _read(self) -> Iterator[Share]:
-        """All of it, as the script would, without any message; where a backward follows after all, batches are cut."""
-        for batch in iter(self.plain):
-            yield part_of(batch, self.dealer.next_deal(), self.session.worker.rank, self.session.worker.size)
+        return _leased(reader, plan, reading, segment, lambda: self._lease(own_pace, segment, progress))
 
     def _lease(self, pair: Pair, segment: Segment, progress: PassProgress) -> Lease | None:
         """The next slice that is this worker's; None: the pass is over."""
@@ -309,7 +288,7 @@ class PreparedLoader(Iterable[Any]):
         with own.in_place() if rank == 0 else nullcontext():
             batch, compared = first, 1
             while batch is not None:
-                yield part_of(batch, self.dealer.next_deal(), rank, size)
+                yield cut_rows(batch, rank, size)
                 with own:
                     batch = next(batches, None)
                 if compared < COMPARED:
@@ -474,55 +453,15 @@ def _begun_with_the_first(begin: Callable[[], Iterator[Share]]) -> Iterator[Shar
     yield from begin()
 
 
-def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading, dealer: Dealer) -> Iterator[Share]:
-    """Each batch as it is dealt. What is dealt alike twice in a row, or in slices, may be read ahead."""
-    now, coming = None, None
-    try:
-        for index, batch in enumerate(plan):
-            deal = dealer.next_deal()
-            if deal is not now and coming is not None:
-                coming.close()
-                coming = None
-            if coming is None and (deal is PassDeal.SLICE or deal is now):
-                picks = [_pick(deal, i, plan[i], reading) for i in range(index, len(plan))]
-                coming = reader.slices(iter(picks), reading)
-            now = deal
-            if coming is None:
-                yield _load_whole(reader, batch, index, reading, deal)
-                continue
-            part = next(coming)
+def _load(reader: RowLoader, plan: list[list[Any]], reading: Reading) -> Iterator[Share]:
+    """This worker's slice of each batch."""
+    picks = Picks(plan.__getitem__, len(plan), reading.size)
+    with closing(reader.slices((picks.at(i, reading.rank) for i in range(len(plan))), reading)) as coming:
+        for batch, part in zip(plan, coming, strict=True):
             if part.rows:
-                yield Share(part.batch, part.rows, total=len(batch))
+                yield Share(part.batch, part.rows)
             else:
                 yield Share(reader.take([batch[0], batch[min(1, len(batch) - 1)]]), 0, stand_in=True)
-    finally:
-        if coming is not None:
-            coming.close()
-
-
-def _pick(deal: PassDeal, index: int, batch: list[Any], reading: Reading) -> Pick:
-    """The rows of a batch that this worker loads. Of a probe and of a whole batch they count as one part."""
-    rows = _rows_of(deal, len(batch), reading.rank, reading.size)
-    part = reading.rank if deal is PassDeal.SLICE else 0
-    return Pick(index, [batch[i] for i in rows], len(batch), part)
-
-
-def _load_whole(reader: RowLoader, batch: list[Any], index: int, reading: Reading, deal: PassDeal) -> Share:
-    """A whole batch or a probe's part, loaded here and now."""
-    part = reader.load_here(_pick(deal, index, batch, reading), reading)
-    if part.rows:
-        return Share(part.batch, part.rows, total=len(batch))
-    return Share(reader.take([batch[0], batch[-1]]), 0, total=len(batch))
-
-
-def _rows_of(deal: PassDeal, rows: int, rank: int, size: int) -> list[int]:
-    """Those of a batch that a worker gets. Of a probe the first worker gets all, and the others get slices, or, where there
-    is one other, all of them twice."""
-    if deal is PassDeal.SLICE:
-        return list(range(*slice_of(rows, rank, size)))
-    if deal is PassDeal.WHOLE or rank == 0:
-        return list(range(rows))
-    return [*range(rows), *range(rows)] if size == 2 else list(range(*slice_of(rows, rank - 1, size - 1)))
 
 
 def _leased(
@@ -556,24 +495,10 @@ def _counted(shares: Iterator[Share], progress: PassProgress) -> Iterator[Share]
             yield share
 
 
-def part_of(batch: Any, deal: PassDeal, rank: int, size: int) -> Share:
-    """What a worker gets of a batch that was read whole."""
-    if deal is PassDeal.SLICE:
-        return _cut(batch, rank, size)
-    if deal is PassDeal.WHOLE:
-        counted = _rows_if_any(batch)
-        return Share(batch, counted, total=counted)
-    rows = rows_of(batch)
-    own = _rows_of(deal, rows, rank, size) or [0, rows - 1]
-    taken = batch if rank == 0 else map_columns(batch, lambda column: _taken(column, own))
-    return Share(taken, len(_rows_of(deal, rows, rank, size)), total=rows)
-
-
-def _rows_if_any(batch: Any) -> int | None:
-    try:
-        return rows_of(batch)
-    except BadInput:  # whoever evaluates needs none
-        return None
+def _row_counts(batch: Any) -> set[int | None]:
+    """What its columns may count rows by, their first two dimensions; None where there are no columns."""
+    counts = {n for _, column in columns(batch) for n in getattr(column, "shape", [len(column)])[:2]}
+    return counts or {None}
 
 
 def _taken(column: Any, rows: list[int]) -> Any:
@@ -582,11 +507,12 @@ def _taken(column: Any, rows: list[int]) -> Any:
     return column[rows]
 
 
-def _cut(batch: Any, rank: int, size: int) -> Share:
+def cut_rows(batch: Any, rank: int, size: int) -> Share:
+    """A worker's share of a batch that was read whole."""
     rows = rows_of(batch)
     start, stop = slice_of(rows, rank, size)
     if stop > start:
-        return Share(slice_rows(batch, start, stop), stop - start, total=rows)
+        return Share(slice_rows(batch, start, stop), stop - start)
     if not rows:
         raise BadInput("the loader gave an empty batch, and every worker needs rows in each step: skip empty batches")
     return Share(map_columns(batch, lambda column: _taken(column, [0, min(1, rows - 1)])), 0, stand_in=True)

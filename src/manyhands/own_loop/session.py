@@ -6,8 +6,9 @@ import gc
 import math
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhands import rng
-from manyhands.comm.group import MeanResult
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.argument_checks import (
@@ -30,7 +30,9 @@ from manyhands.own_loop.argument_checks import (
     root_of,
 )
 from manyhands.own_loop.backward_watch import Roots, watch
-from manyhands.own_loop.first_step_checks import FirstLosses, FirstSteps, checksum
+from manyhands.own_loop.first_step_checks import FirstSteps, checksum
+from manyhands.own_loop.loss_graph import SUM
+from manyhands.own_loop.loss_kinds import LossKinds
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, PassProgress
 from manyhands.own_loop.whole.script import WholeScript
 from manyhands.replica import evaluation, fingerprint
@@ -55,6 +57,8 @@ class Iteration:
         self.used: set[Pair] = set()  # the pairs that took a step during it
         self.stepped: set[Pair] = set()  # since its newest batch
         self.progress: PassProgress | None = None  # at their own pace
+        self.is_open = True
+        self.mark = object()
 
 
 @dataclass
@@ -68,34 +72,31 @@ class Backward:
     sum is that mean, and 0 on a stand-in batch."""
     known: bool
     """Whether a prepared loader or the user says what it counts."""
-    of_first: bool = False
-    """All workers take worker 0's gradient."""
     pairs: set[Pair] = field(default_factory=set)
 
 
-class BackwardObserver(Protocol):
-    """What an observed loop knows of a backward."""
+@dataclass(frozen=True)
+class AtHand:
+    """A batch that a prepared loader gave, until its pass has had all, or another one comes."""
 
-    backward: Backward | None
-    """What the one under way counts."""
+    of: object  # its pass's mark
+    number: int  # of all batches that this worker was given
+    rows: float | None  # of this worker's; None: nobody counts them
+    clear: bool  # whether the batch has as many rows
+    stand_in: bool  # it is there only so that the loop body runs
 
-    def backward_of(self, roots: Roots) -> AbstractContextManager[float]:
-        """See `BackwardWatcher`."""
 
-    def before_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
-        """A backward is over, and each worker's gradients are at its parameters."""
+class SlicedLoop(Protocol):
+    """A script that knows of no workers, and whose loop sees slices."""
 
-    def after_exchange(self, backward: Backward, pairs: Sequence[Pair]) -> None:
-        """The gradients are what the step will see."""
+    def prepare(self) -> None:
+        """The optimizers that it has made since become pairs. A collective."""
 
-    def stepping(self, pair: Pair) -> None:
-        """A pair is about to make a step."""
+    def begins_backward(self, at_hand: AtHand | None) -> None:
+        """A backward begins. Raises Unsupported where nobody knows which rows it is of."""
 
     def stepped(self, pair: Pair) -> None:
         """A pair has made a step."""
-
-    def share(self, rows: Any) -> Any:
-        """This worker's part of a batch that no loader gave."""
 
 
 class Session:
@@ -111,19 +112,22 @@ class Session:
         self.iterations: WeakSet[Iteration] = WeakSet()
         self.counts_weights = worker.size > 1 or worker.shares_process
         """Alone, a weight matters once the user states one; in simulated time, rows are the cost of a gradient."""
-        self.first_losses = FirstLosses(worker)
+        self.loss_kinds = LossKinds(worker)
+        self.alike_warned = False  # by any `FirstSteps`
         self.prepared = 0  # pairs so far, gone or not: a pair's place in the order of preparation
         self.schedules: list[OwnPaceSchedule] = []
         self.schedule_told = False
         self.passes = 0  # over any loader, with workers at their own pace
         self._began = False
-        self._rows: dict[Iteration, float | None] = {}  # of each open pass's batch at hand, the newest last
+        self._at_hand: dict[Iteration, AtHand] = {}  # of each open pass, the newest last
+        self._left: AtHand | None = None  # of the pass that was left last, until another batch comes
+        self._fresh = deque[AtHand](maxlen=2)  # of those since the last backward
+        self.batches = 0  # that loaders gave so far
         self._stated: float | str | None = None  # by `mh.weight`; "sum": the loss is a sum over rows
         self._stated_used = False
-        self._stand_ins: set[Iteration] = set()  # whose batch at hand is a stand-in
         self._pending: dict[int, Backward] = {}  # those under way, by autograd's number
-        self._summed = False  # the backward under way is of a sum over rows
-        self.observed: BackwardObserver | None = None  # of an observed loop: it says what a backward counts
+        self._under_way: Backward | None = None  # where its loss says what it counts
+        self.sliced: SlicedLoop | None = None
         self.whole: WholeScript | None = None  # every worker has the whole batch: see `run_whole`
         self.unchanged = False  # the script knows of no workers
         if worker.size > 1:
@@ -137,7 +141,7 @@ class Session:
     @property
     def pass_under_way(self) -> PassProgress | None:
         """Of the loader whose batch is at hand, where workers go at their own pace: they may exchange through no group."""
-        return next((one.progress for one in reversed(self._rows) if one.progress is not None), None)
+        return next((one.progress for one in reversed(self._at_hand) if one.progress is not None), None)
 
     def run_whole(self) -> WholeScript:
         """From now on every worker computes with whole batches, and calls of modules are cut by rows. A collective, once."""
@@ -154,35 +158,39 @@ class Session:
 
     def begin(self) -> None:
         """Training begins: from here on other ranks than the first draw numbers of their own (dropout, noise)."""
-        if not self._began and self.worker.rank and self.observed is None and self.whole is None:
+        if not self._began and self.worker.rank and self.sliced is None and self.whole is None:
             rng.seed_all(torch.initial_seed(), self.worker.rank)
         self._began = True
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @property
-    def _newest_rows(self) -> float | None:
-        return next(reversed(self._rows.values()), None)
+    def _newest(self) -> AtHand | None:
+        """The batch that a backward is of that begins now."""
+        return next(reversed(self._at_hand.values()), self._left)
+
+    @property
+    def _has_stand_in(self) -> bool:
+        return any(one.stand_in for one in self._at_hand.values())
 
     def next_backward(self) -> Backward:
         """What a backward counts that begins now."""
         if self.whole is not None:
             return Backward(1.0, 1.0, known=True)
-        if self.observed is not None and self.observed.backward is not None:
-            return replace(self.observed.backward, pairs=set())
-        known = self._stated is not None or bool(self._rows)
+        if self._under_way is not None:
+            return replace(self._under_way, pairs=set())
+        known = self._stated is not None or self._newest is not None
         if isinstance(self._stated, str):  # of no rows it is 0, and counts as the others' do
-            return Backward(1.0, 0.0 if self._stand_ins else float(self.worker.size), known)
-        if self._summed:
-            return Backward(1.0, 0.0 if self._stand_ins else 1.0, known)
-        rows = 1.0 if self._newest_rows is None else self._newest_rows
-        weight = 0.0 if self._stand_ins else rows if self._stated is None else self._stated
+            return Backward(1.0, 0.0 if self._has_stand_in else float(self.worker.size), known)
+        newest = self._newest
+        rows = 1.0 if newest is None or newest.rows is None else newest.rows
+        weight = 0.0 if self._has_stand_in else rows if self._stated is None else self._stated
         return Backward(weight, 1.0 if weight else 0.0, known)
 
     @property
-    def counted_rows(self) -> float | None:
-        """Of the batch at hand that a prepared loader gave, where they are the weight."""
-        return None if self._stated is not None else self._newest_rows
+    def has_weight(self) -> bool:
+        """Whether `mh.weight` or `mh.share` says what the next backward counts."""
+        return self._stated is not None
 
     def state_weight(self, weight: float | str) -> None:
         """What `mh.weight` says; holds until the next step or batch."""
@@ -203,32 +211,48 @@ class Session:
                 pair.watch()
         self._scale_gradients()
 
-    def begin_batch(self, iteration: Iteration, rows: float | None, *, stand_in: bool = False) -> None:
-        """A loader is about to yield a batch of so many rows of this worker's; None: nobody counts them."""
-        self._rows.pop(iteration, None)
-        self._rows[iteration] = rows
+    def begin_batch(
+        self, iteration: Iteration, rows: float | None, *, clear: bool = True, stand_in: bool = False
+    ) -> None:
+        """A loader is about to yield a batch of so many rows of this worker's; None: nobody counts them. See `AtHand`."""
+        self._at_hand.pop(iteration, None)
+        self._left = None
+        self.batches += 1
+        for pair in self.pairs:
+            pair.replica.control.place = self.batches
+        self._at_hand[iteration] = AtHand(iteration.mark, self.batches, rows, clear, stand_in)
+        self._fresh.append(self._at_hand[iteration])
         self._stated = None
         iteration.stepped.clear()
         for pair in in_order(iteration.pairs | iteration.used):
             pair.look_ahead()
         if stand_in:
-            self._stand_ins.add(iteration)
             for pair in self.pairs:
                 pair.gradient_scale.keep_buffers()
         self._scale_gradients()
 
     def end_batch(self, iteration: Iteration) -> None:
         """The loop body is done with the batch: what a stand-in did to buffers is undone."""
-        if iteration in self._stand_ins:
-            self._stand_ins.remove(iteration)
+        at_hand = self._at_hand.get(iteration)
+        if at_hand is not None and at_hand.stand_in:
+            self._at_hand[iteration] = replace(at_hand, stand_in=False)
             for pair in self.pairs:
                 pair.gradient_scale.forget_buffers()
             self._scale_gradients()
 
     def end_pass(self, iteration: Iteration) -> None:
-        """A loop ended, by `break` or an error too: its last batch weighs no longer."""
+        """A loop has had all batches: its last one weighs no longer."""
+        self._at_hand.pop(iteration, None)
+        kept = [one for one in self._fresh if one.of is not iteration.mark]
+        self._fresh.clear()
+        self._fresh.extend(kept)
+        self._scale_gradients()
+
+    def leave_pass(self, iteration: Iteration) -> None:
+        """A pass is over, by `break` or an error too: then its last batch is at hand until another one comes."""
+        iteration.is_open = False
         self.end_batch(iteration)
-        self._rows.pop(iteration, None)
+        self._left = self._at_hand.pop(iteration, self._left)
         self._scale_gradients()
 
     def _scale_gradients(self) -> None:
@@ -238,23 +262,34 @@ class Session:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def backward_of(self, roots: Roots) -> AbstractContextManager[float]:
-        """See `BackwardWatcher`."""
-        return self._backward_of(roots) if self.observed is None else self.observed.backward_of(roots)
-
     @contextmanager
-    def _backward_of(self, roots: Roots) -> Iterator[float]:
+    def backward_of(self, roots: Roots) -> Iterator[float]:
+        """See `BackwardWatcher`."""
         if self.whole is not None:
             yield 1.0
             return
-        rows = self.counted_rows if self.pairs else None
-        if rows is not None and self._stand_ins:
-            rows = 0.0
-        self._summed = self.first_losses.is_sum(roots, rows, together=self.own_pace is None)
+        if self.sliced is not None:
+            self.sliced.begins_backward(self._newest)
+        if not self.pairs:
+            yield 1.0
+            return
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        newest = self._newest
+        if newest is None or newest.rows is None or self._stated is not None:
+            yield 1.0
+            return
+        _check_at_hand(newest, fresh)
+        rows, exact = 0.0 if self._has_stand_in else newest.rows, all(pair.averages for pair in self.pairs)
+        kind = self.loss_kinds.of(roots, rows, together=self.own_pace is None, exact=exact)
+        weight = 1.0 if kind.name == SUM else rows if kind.divisor is None else kind.divisor
+        self._under_way = Backward(weight if rows or kind.name == SUM else 0.0, 1.0 if rows else 0.0, known=True)
+        self._scale_gradients()
         try:
-            yield float(self.worker.size) if self._summed else 1.0
+            yield float(self.worker.size) if kind.name == SUM else 1.0
         finally:
-            self._summed = False
+            self._under_way = None
+            self._scale_gradients()
 
     def reached(self, task: int, pair: Pair) -> None:
         """Backward number `task` gave a gradient to a parameter of `pair`; at its end the pair is notified."""
@@ -269,17 +304,14 @@ class Session:
         backward = self._pending.pop(task)
         pairs = in_order(backward.pairs)
         if self.worker.shares_process:  # of simulated workers, computing a gradient takes virtual time here
-            driver, step, rows = self.worker.driver, pairs[0].replica.step, self._newest_rows
+            driver, step, newest = self.worker.driver, pairs[0].replica.step, self._newest
             driver.progress("compute", step)
-            driver.computed(0 if self._stand_ins else 1 if rows is None else round(rows))
+            rows = 1 if newest is None or newest.rows is None else round(newest.rows)
+            driver.computed(0 if self._has_stand_in else rows)
             driver.progress(USER, step)
         with torch.no_grad():
-            if self.observed is not None:
-                self.observed.before_exchange(backward, pairs)
             for pair in pairs:
                 pair.after_backward(backward)
-            if self.observed is not None:
-                self.observed.after_exchange(backward, pairs)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -295,9 +327,9 @@ class Session:
         self._stated = None
         self._pending.clear()  # of a backward that raised
         self._scale_gradients()
-        if self.observed is not None:
-            self.observed.stepped(pair)
-        another_comes = any(pair not in iteration.stepped for iteration in self._rows)
+        if self.sliced is not None:
+            self.sliced.stepped(pair)
+        another_comes = any(pair not in iteration.stepped for iteration in self._at_hand)
         for iteration in self.iterations:
             iteration.used.add(pair)
             iteration.stepped.add(pair)
@@ -305,9 +337,19 @@ class Session:
             pair.look_ahead()
 
 
-def _weight_to_send(backward: Backward) -> float | None:
-    """Of slices that are sent while backward runs; None where none are."""
-    return None if backward.of_first else backward.weight
+def _check_at_hand(newest: AtHand, fresh: Sequence[AtHand]) -> None:
+    """Unsupported where nobody knows how many rows a backward is of."""
+    if len({one.number for one in (*fresh, newest)}) > 1:
+        raise Unsupported(
+            "several batches came since the backward before this one, so nobody knows whose rows its loss counts (a batch fetched ahead or left out, two loaders "
+            'in one loss): give --batches whole (batches="whole"), or call mh.weight(rows) before backward. To look at a batch, iterate the loader as it '
+            "was before prepare (its `plain`)"
+        )
+    if not newest.clear:
+        raise Unsupported(
+            f"the loader read {newest.rows:g} rows for this worker, and the batch has another number (a collate_fn drops or packs rows), so nobody knows what its "
+            'loss counts: give --batches whole (batches="whole"), or call mh.weight(what the loss divides by) before backward'
+        )
 
 
 def in_order(pairs: Iterable[Pair]) -> list[Pair]:
@@ -346,7 +388,7 @@ class Pair:
         self._stepper = Stepper.of(optimizer)
         if self.together and session.prepared:
             gc.collect()  # an earlier pair that the user dropped refers to itself, and its shared memory is this one's
-        first_steps = FirstSteps(session.first_losses, compares=self.leasing is None and session.whole is None)
+        first_steps = FirstSteps(session, compares=self.leasing is None and session.whole is None)
         group = self.worker.mesh.data
         self._first_steps = first_steps
         self.replica = Replica.of(
@@ -355,9 +397,9 @@ class Pair:
             group=group,
             nonfinite="raise" if self.together and session.whole is None else "apply",
             take_step=self._stepper.plain_step,
+            compares_places=self.leasing is None and session.whole is None,
             # alone nothing is sent, and the first gradients are compared before they are
-            carries=session.observed is not None and strategy.needs.mean_gradient and strategy.averages_exactly,
-            weigh=lambda: None if first_steps.left or group.size == 1 else _weight_to_send(session.next_backward()),
+            weigh=lambda: None if first_steps.left or group.size == 1 else session.next_backward().weight,
         )
         self.own = {id(p) for p in self.replica.trainable}
         self.gradient_scale = GradientScale(model, self.replica.trainable)
@@ -366,7 +408,6 @@ class Pair:
         self._before: dict[int, Tensor] = {}  # by parameter: the gradient to which the backward under way adds its own
         self._weight = 0.0  # behind the gradients since the last step
         self._own_weight = 0.0  # of it, this worker's
-        self._of_first = False  # the newest backward was of worker 0 alone
         self._backwards = 0  # since the last step
         self._task = -1  # the last backward that reached this pair
         self._open = False  # stepped since the last `finish`
@@ -380,6 +421,7 @@ class Pair:
             fingerprint.compare(self.worker, partial(facts_of, self.replica, strategy))
             self.state = strategy.start(self.replica, self.worker)
             strategy.synchronize(self.replica, self.worker, self.state, Change(generation=self.worker.generation))
+        self.replica.control.place = session.batches
         self._addresses = [p.data_ptr() for p in self.replica.trainable]
         self._take_over(optimizer)
 
@@ -443,15 +485,6 @@ class Pair:
         if self._keeps:
             self._hooks += [p.register_hook(lambda _, i=i: arriving(i)) for i, p in enumerate(parameters)]
 
-    def keep_earlier(self) -> None:
-        """A backward begins whose gradients are to be told from those to which it adds them."""
-        for number in range(len(self.replica.trainable)):
-            self._keep(number)
-
-    def forget_earlier(self) -> None:
-        """It is over, and may not have reached this pair."""
-        self._before = {}
-
     def _keep(self, number: int) -> None:
         if (gradient := self.replica.trainable[number].grad) is not None:
             self._before[number] = gradient.detach().clone()
@@ -465,13 +498,8 @@ class Pair:
     def after_backward(self, backward: Backward) -> None:
         """Backward is over, and every gradient is at its parameter."""
         self.gradient_scale.after_backward()
-        if backward.of_first:
-            weight = self._take_first(backward)
-        else:
-            weight = self._average(backward) if self.averages else backward.weight
-        self._weight += weight
+        self._weight += self._average(backward) if self.averages else backward.weight
         self._own_weight += backward.weight
-        self._of_first = backward.of_first
         self._backwards += 1
 
     def _average(self, backward: Backward) -> float:
@@ -482,23 +510,16 @@ class Pair:
         with self.without_earlier(), self._exchanging():
             total = self.strategy.mean_gradients(replica, self.worker, self.state)
         self._before = {}
+        self._check_place()
         return total.weight
 
-    def _take_first(self, backward: Backward) -> float:
-        """Worker 0's gradient of this backward becomes everybody's."""
-        replica, group = self.replica, self.worker.mesh.data
-        self.collect()
-        with self.without_earlier(), self._exchanging():
-            replica.gradients.broadcast_(group, 0)
-            grad_mask = int(group.all_gather_json(f"{replica.grad_mask:x}")[0], 16)
-        self._before = {}
-        weight = backward.weight * group.size
-        if self.averages:
-            replica.record_mean(MeanResult(weight, grad_mask << replica.control.width))
-        else:
-            replica.grad_mask = grad_mask
-            replica.executor.show_gradients(grad_mask)
-        return weight if self.averages else backward.weight
+    def _check_place(self) -> None:
+        """Unsupported where workers have exchanged what they computed from different batches."""
+        if self.replica.control.apart:
+            raise Unsupported(
+                f"the workers are at different batches: this one, worker {self.worker.rank}, exchanged after {self.session.batches}, and another one after more or "
+                'fewer. One of them left a batch out, or a loop: let all do so alike, or give --batches whole (batches="whole"), where all see the same'
+            )
 
     def collect(self) -> None:
         """Gather every `.grad` into the replica's gradients."""
@@ -555,8 +576,6 @@ class Pair:
         workers unfreeze the same ones, which is compared.
         """
         weight = self._own_weight if self._backwards else self.session.next_backward().weight
-        if self._backwards and self._of_first:
-            weight = float(self.worker.rank == 0)
         check_same(self.worker, [list(p.shape) for p in late])
         if self.averages:
             for p in late:
@@ -588,8 +607,6 @@ class Pair:
         if not self._inside:  # of a loop without a prepared loader, or with one that has not trained before
             self._refuse_warmup()
             self.enter()
-        if self.session.observed is not None:
-            self.session.observed.stepping(self)
         self.look_ahead()
         self._watch_rates()
         replica.weight = weight
@@ -598,6 +615,7 @@ class Pair:
             self.strategy.exchange(replica, self.worker, self.state)
             if self._server is not None:
                 self.worker.tick(0)
+        self._check_place()
         self._stepped()
 
     def _stepped(self) -> None:
@@ -611,8 +629,8 @@ class Pair:
     def _check_step(self, closure: Any) -> None:
         if closure is not None:
             raise Unsupported(
-                "step(closure) evaluates the model several times a step, which no exchange can follow: call backward() yourself and step() without one "
-                "(in a LightningModule by self.automatic_optimization = False and self.manual_backward(loss))"
+                'step(closure) evaluates the model several times a step, which no exchange of slices can follow: give --batches whole (batches="whole"), or call '
+                "backward() yourself and step() without one (in a LightningModule by self.automatic_optimization = False and self.manual_backward(loss))"
             )
         if torch._C._current_graph_task_id() != -1:
             raise Unsupported(

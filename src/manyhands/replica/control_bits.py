@@ -9,19 +9,25 @@ from manyhands.worker import Worker
 
 MORE, STOP, REGROUP = 1, 2, 4
 CONTROL_BITS = 2  # where members never change; see `ControlBits.width`
+_PLACE_BITS = 16
+_PLACES = (1 << _PLACE_BITS) - 1
 SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is received within about so many seconds, and within so many ticks
 
 
 class ControlBits:
     """This worker's own bits, and those that came back from the exchanges of this tick."""
 
-    def __init__(self, elastic: bool = False) -> None:
-        """elastic: members may change, which needs a bit of its own."""
-        self.width = CONTROL_BITS + elastic
+    def __init__(self, elastic: bool = False, *, compares_places: bool = False) -> None:
+        """elastic: members may change, which needs a bit of its own. compares_places: `place` must be everybody's."""
+        self._first = CONTROL_BITS + elastic  # bit of the place
+        self._compares = compares_places
+        self.width = self._first + 2 * _PLACE_BITS * compares_places
         """Bit `width` + i of an exchange says that parameter i got a gradient."""
         self.more = True  # rows are left here this epoch
         self.stop = False  # this worker wants all to stop
         self.regroup = False  # all are to form the next generation
+        self.place = 0  # a number of what is exchanged: of the batch, say
+        self.apart = False  # of an exchange in which another worker was at another place
         self.received = 0  # of the exchanges of this tick, OR of all ranks
         self._unsynced_ticks, self._sync_after_ticks = 0, 1  # ticks since the last sync, and when the next is due
         self._synced_s = 0.0  # when the last one was, on the worker's clock
@@ -29,7 +35,9 @@ class ControlBits:
     @property
     def own(self) -> int:
         """What this worker sends."""
-        return (MORE if self.more else 0) | (STOP if self.stop else 0) | (REGROUP if self.regroup else 0)
+        bits = (MORE if self.more else 0) | (STOP if self.stop else 0) | (REGROUP if self.regroup else 0)
+        place = self.place & _PLACES  # and its inverse: joined by OR, some bit is in both where places differ
+        return bits | (place | (_PLACES - place) << _PLACE_BITS) << self._first if self._compares else bits
 
     @property
     def any_rank_has_rows(self) -> bool:
@@ -45,7 +53,10 @@ class ControlBits:
 
     def record(self, total: MeanResult) -> MeanResult:
         """Take note of the control bits that came back from an exchange."""
-        self.received |= total.bits & ((1 << self.width) - 1)
+        self.received |= total.bits & ((1 << self._first) - 1)
+        if self._compares:
+            places = total.bits >> self._first
+            self.apart = self.apart or bool(places & places >> _PLACE_BITS & _PLACES)
         return total
 
     def restart(self) -> None:

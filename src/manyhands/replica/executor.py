@@ -25,7 +25,6 @@ from manyhands.replica.sharded_update import ShardedUpdate
 from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
 from manyhands.worker import Worker
 
-SPARE = 32  # numbers behind the gradients, one of which is used: a whole 128 bytes, as parameters have
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros [n], in memory that a group works on
 BUCKET_BYTES = 4 << 20  # of one slice given to `on_ready`: large enough to amortise a message, small enough to overlap
 
@@ -193,21 +192,18 @@ class StepExecutor(ABC):
         )
 
 
-def shards_of(
-    model: nn.Module, allocate: Allocate, spare: int = 0, *, gradients: bool = True
-) -> tuple[ParameterShard, ...]:
+def shards_of(model: nn.Module, allocate: Allocate, *, gradients: bool = True) -> tuple[ParameterShard, ...]:
     """The model's trainable parameters, which become views of one flat vector for each dtype.
 
-    spare: so many numbers lie behind the gradients, to travel with them. gradients: else there is no memory for any.
+    gradients: else there is no memory for any.
     """
     shards = []
     for layout in layouts_of(model):
         parameters = allocate(layout.padded, layout.dtype, layout.device)
         none = torch.empty(0, dtype=layout.dtype)
-        sent = allocate(layout.padded + spare, layout.dtype, layout.device) if gradients else none
+        own = allocate(layout.padded, layout.dtype, layout.device) if gradients else none
         layout.attach(parameters)
-        own = sent[: layout.padded] if spare else sent
-        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=own, sent=sent))
+        shards.append(ParameterShard(layout=layout, parameters=parameters, gradients=own))
     return tuple(shards)
 
 
@@ -229,16 +225,13 @@ class AutogradExecutor(StepExecutor):
         take_step: Callable[[], Any] | None = None,
         weigh: Callable[[], float | None] | None = None,
         members: Group | None = None,
-        carries: bool = False,
     ) -> None:
-        """carries: a number travels with the gradients, see `Replica.carried`.
-        loss: None in the user's own loop, which calls backward itself.
+        """loss: None in the user's own loop, which calls backward itself.
         weigh: in the user's own loop, the weight of the backward that begins; None: no slices of it are handed out.
         take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
         """
         self._make_model, self._make_optimizer = model, optimizer
         self._loss, self.has_loss = loss, loss is not None
-        self._carries = carries
         self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
         self._take_step, self.weigh, self.has_gradients = take_step, weigh, True
         self.members = SoloGroup() if members is None else members
@@ -250,7 +243,7 @@ class AutogradExecutor(StepExecutor):
     def build(self, allocate: Allocate) -> None:
         make = self._make_model
         self.model = make if isinstance(make, nn.Module) else make()
-        self.shards = shards_of(self.model, allocate, spare=SPARE if self._carries else 0)
+        self.shards = shards_of(self.model, allocate)
         count = sum(len(shard.layout.names) for shard in self.shards)
         self.names, self._parameters, self._grads = [""] * count, [torch.empty(0)] * count, [torch.empty(0)] * count
         for shard in self.shards:

@@ -43,6 +43,7 @@ class Replica:
         nonfinite: str = "raise",
         clock: Callable[[], float] = time.perf_counter,
         elastic: bool = False,
+        compares_places: bool = False,
         progress: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         """Build the executor's model in memory of `group`, then the schedule. Same order on all ranks.
@@ -51,6 +52,7 @@ class Replica:
         nonfinite: "raise", "skip", or "apply" as a plain loop does.
         clock: the worker's, for `apply_seconds`.
         elastic: other workers may take the place of these: see `join`.
+        compares_places: see `ControlBits`.
         progress: reports a phase and the step, as `DriverClient.progress` does.
         """
         self.executor, self._group, self.elastic = executor, group, elastic
@@ -62,11 +64,6 @@ class Replica:
         self.layout = Layout.joined([shard.layout for shard in self.shards])  # of `FlatVector.joined()`
         self.parameters = FlatVector([shard.parameters for shard in self.shards])
         self._gradients = FlatVector([shard.gradients for shard in self.shards])
-        self._sent = FlatVector([shard.gradients if shard.sent is None else shard.sent for shard in self.shards])
-        whole, padded = self._sent.parts[0], self.shards[0].layout.padded
-        self.carried = whole[padded] if len(whole) > padded else None
-        """[]: a number of which `mean_gradients` takes the mean, too; None where the executor keeps none. It is in the
-        dtype of the first shard."""
         self._mean: MeanResult | None = None  # of the mean that `gradients` holds; None: they are this worker's own
         self._computes_alone = False  # nothing of this gradient is to be exchanged
         self.schedule: Any = None
@@ -74,7 +71,7 @@ class Replica:
         if schedule is not None:
             self.use_schedule(schedule)
         self.optimizer_state = OptimizerState(self.optimizer, self.layout, self.zeros, self.named)
-        self.control = ControlBits(elastic)
+        self.control = ControlBits(elastic, compares_places=compares_places)
         self.weight = 0.0  # behind `gradients`: own, then the total after a mean
         self.grad_mask = 0  # bits: the parameters that got a gradient, first here, after a mean anywhere
         self.loss = 0.0  # the mean over this tick's own rows; of a kernel, once it is applied
@@ -103,7 +100,6 @@ class Replica:
         micro_batch_size: int | None = None,
         take_step: Callable[[], Any] | None = None,
         weigh: Callable[[], float | None] | None = None,
-        carries: bool = False,
         **options: Any,
     ) -> Self:
         """The replica of a plain model in one worker; see `AutogradExecutor`, and `__init__` for the other options."""
@@ -115,7 +111,6 @@ class Replica:
             micro_batch_size=micro_batch_size,
             take_step=take_step,
             weigh=weigh,
-            carries=carries,
         )
         return cls(executor, group=group, **options)
 
@@ -282,7 +277,7 @@ class Replica:
             self.rounds += group.size > 1
             if not self.executor.has_gradients:
                 raise self.executor.without_gradients()
-            return self.record_mean(self._sent.mean_(group, self.weight, self.bits()))
+            return self.record_mean(self._gradients.mean_(group, self.weight, self.bits()))
         return self._mean
 
     def record_mean(self, total: MeanResult) -> MeanResult:

@@ -35,7 +35,6 @@ class ParameterShard:
     layout: Layout
     parameters: Tensor
     gradients: Tensor
-    sent: Tensor | None = None  # `gradients`, and what travels behind them
     slices: dict[str, ParameterSlice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

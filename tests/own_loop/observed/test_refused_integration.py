@@ -11,10 +11,8 @@ from manyhands.cli.commands import app
 REFUSED = {
     "no_loader": "follows no DataLoader's batch.*mh.share.*--own-batches",
     "closure": r"step\(closure\) evaluates the model several times",
-    "contrast": "rows of a batch look at each other in the loss",
-    "contrast_with_constant_keys": "neither a mean nor a sum over rows",
-    "normalized_over_the_batch": "neither a mean nor a sum over rows",
-    "penalized_sum": "neither a mean nor a sum over rows",
+    "contrast": "rows of a batch look at each other",
+    "penalized_sum": "a part of it is a sum over rows, and another part is none",
     "sampler": "DistributedSampler",
     "started": "trains in processes of its own",
     "data_parallel": "DataParallel",
@@ -23,12 +21,12 @@ REFUSED = {
     "shared_apart": "equally many rows",
     "tensor": r"shape \[10, 4\].*no nn.Module",
     "sharded_data": "gives each worker a part of its rows already",
-    "late": "comes for the first time after the rows were shared",
     "no_optimizer": "no torch.optim.Optimizer steps",
     "second_optimizer": "another optimizer|two optimizers",
 }
 
 
+TAKEN_AS_MEANS = ("normalized_over_the_batch", "late")
 DRIFTING = {
     "drift": "must be equal, and differ at step 7",
     "drifting_average": "after step 10 a Linear of worker 1 is not what it is on worker 0",
@@ -40,8 +38,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("refused scripts"), pyte
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    programs = {name: Program("refused", (name,)) for name in (*REFUSED, *DRIFTING)}
-    programs |= {f"{name} whole": Program("refused", (name,), batches="whole") for name in (*REFUSED, *DRIFTING)}
+    programs = {name: Program("refused", (name,), batches="slices") for name in (*REFUSED, *DRIFTING)}
+    programs |= {name: Program("refused", (name,), batches="slices") for name in TAKEN_AS_MEANS}
+    programs |= {
+        f"{name} whole": Program("refused", (name,), batches="whole") for name in (*REFUSED, *TAKEN_AS_MEANS, *DRIFTING)
+    }
     programs["own_loader"] = Program("refused", ("own_loader",), own_batches=True)
     programs["own_batches"] = Program("shapes", ("own_batches",), own_batches=True)
     return dict(zip(programs, on_workers(2, list(programs.values()), tmp_path_factory.mktemp("refused")), strict=True))
@@ -57,12 +58,17 @@ def test_refused_with_the_scripts_line(refused: dict[str, Ran]) -> None:
 
 def test_with_whole_batches_they_come_out_as_in_one_process(refused: dict[str, Ran]) -> None:
     """But for those that start processes or prepare themselves, whose workers each worker would have."""
-    for name in (*REFUSED, *DRIFTING):
+    for name in (*REFUSED, *TAKEN_AS_MEANS, *DRIFTING):
         ran = refused[f"{name} whole"]
         if name in ("started", "prepared"):
             assert re.search(REFUSED[name], ran.error), name
         else:
             assert (ran.error, ran.output[-8:]) == ("", "trained\n"), name
+
+
+def test_what_a_graph_does_not_show_is_said(refused: dict[str, Ran]) -> None:
+    for name in TAKEN_AS_MEANS:
+        assert refused[name].said.count("the loss is taken as a mean over rows: mh.weight says otherwise") == 1, name
 
 
 def test_models_that_drift_apart_are_named(refused: dict[str, Ran]) -> None:
@@ -83,7 +89,9 @@ def test_own_batches(refused: dict[str, Ran]) -> None:
 
 def test_a_model_of_one_batch_size_ends_with_exit_code_2() -> None:
     """The other worker fails on its part of the second batch, while the first one waits for it."""
-    ended = CliRunner().invoke(app, ["run", "--auto", "-n", "2", str(SCRIPTS / "refused.py"), "one_batch_size"])
+    ended = CliRunner().invoke(
+        app, ["run", "--auto", "--batches", "slices", "-n", "2", str(SCRIPTS / "refused.py"), "one_batch_size"]
+    )
     assert ended.exit_code == 2
     assert "refused.py, line " in ended.stderr
     assert "the batch size must not be fixed" in ended.stderr

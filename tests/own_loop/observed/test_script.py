@@ -1,4 +1,4 @@
-"""What the text of a script is, and which of its numbers are of one worker's rows."""
+"""What the text of a script is."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from manyhands.cli.options import check_gpus
 from manyhands.errors import BadInput
 from manyhands.keras.fit import FitOnWorkers, backend_of
-from manyhands.own_loop.observed.script import DISTRIBUTED, KERAS, LOOP, check_libraries, kind_of, notes_of
+from manyhands.own_loop.observed.script import DISTRIBUTED, KERAS, LOOP, check_libraries, kind_of
 from manyhands.worker import Worker
 
 LOOPS = {
@@ -49,33 +49,6 @@ def test_the_backend_that_keras_will_have() -> None:
         ("import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras", {"KERAS_BACKEND": "jax"}, "torch"),
     ):
         assert backend_of(text, environment) == backend, text
-
-
-TRAINING = """
-def train(loader):
-    for data in loader:
-        loss.backward()
-        total += loss.item()
-        print(100 * done / len(loader), loss.item() / len(data))
-    return total / len(loader.dataset)
-
-def test(loader):
-    return total / len(loader.dataset)
-"""
-
-
-def test_numbers_of_one_worker_s_rows_are_named() -> None:
-    note = notes_of(TRAINING, "/somewhere/train.py")
-    assert "train.py:6, train.py:7" in note
-    assert "train.py:10" not in note
-    at_the_top = "for data in loader:\n    loss.backward()\nprint(total / len(loader.dataset))"
-    assert "train.py:3" in notes_of(at_the_top, "train.py")
-    for text in (
-        "for data in loader:\n    loss.backward()\n    print(100 * done / len(loader))",
-        "def test(loader):\n    return total / len(loader)",
-        "for x in:",
-    ):
-        assert not notes_of(text, "train.py"), text
 
 
 def test_a_library_below_its_bound() -> None:

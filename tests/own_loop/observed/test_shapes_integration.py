@@ -1,5 +1,6 @@
 """A script under observation on several workers is the script on one: parameters after each step, rates, printed losses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,15 @@ LOSSES = (
     "ahead",
 )
 """In brackets: what users of other libraries reported."""
-OWN_NUMBERS = {"two_scales"}  # these print a loss that is not what backward() starts from
+REFUSED = {
+    "two_iterators": "several batches came since the backward",
+    "evaluating": "no optimizer took a step in a pass .* torch.no_grad",
+    "processes": "no optimizer took a step in a pass .* torch.no_grad",
+    "over_a_constant": "adds up over rows .*, and is divided by a number",
+    "two_scales": "adds up over rows .*, and is divided by a number",
+    "ahead": "several batches came since the backward",
+}
+"""By slices, at the step where it shows."""
 WITHIN = 1e-10
 SHAPES = (*LOOPS, *LOSSES, "files")
 SIZES = {"whole": 3, "slices": 2}  # workers, by what each one's loop sees
@@ -63,23 +72,24 @@ def test_one_process(shape: str, runs: Runs) -> None:
     assert not expected.error
     for batches in SIZES:
         ran = runs[batches][shape]
+        if batches == "slices" and shape in REFUSED:
+            assert re.match(f"Unsupported: shapes.py, line .*{REFUSED[shape]}.*--batches whole", ran.error), ran.error
+            continue
         assert not ran.error, (batches, ran.said)
         assert len(ran.parameters) == len(expected.parameters) > 3
         for own, theirs in zip(ran.parameters, expected.parameters, strict=True):
             assert (own - theirs).abs().max() < WITHIN, batches
         assert ran.dump["rates"] == expected.dump["rates"], batches
         assert len(ran.dump["printed"]) == len(expected.dump["printed"])
-        if batches == "whole" or shape not in OWN_NUMBERS:
+        if batches == "whole":
             assert ran.dump["printed"] == pytest.approx(expected.dump["printed"], abs=1e-9), batches
 
 
 def test_what_was_shared_is_said(runs: Runs) -> None:
-    whole, said = runs["whole"]["evaluating"].said, runs["slices"]["evaluating"].said
+    whole, said = runs["whole"]["evaluating"].said, runs["slices"]["breaking"].said
     assert whole.count("each of 3 workers computes its rows of a call") == 1
-    assert "the loss is a mean over rows; the rows of shapes.py:" in said
-    assert said.count("rows are shared") + said.count("are shared by 2 workers") == 1
-    assert "the loss is a sum over rows" in runs["slices"]["summed"].said
-    assert runs["slices"]["two_scales"].said.count("are shared by 2 workers") == 2
+    assert said.count("Adam steps Sequential") == 1
+    assert runs["slices"]["summed"].said.count("the loss is a sum over rows") == 1
 
 
 def test_the_folder_holds_one_process_s_files(runs: Runs, root: Path) -> None:
@@ -87,7 +97,7 @@ def test_the_folder_holds_one_process_s_files(runs: Runs, root: Path) -> None:
     number = str(SHAPES.index("files"))
     one = root / "alone" / number
     assert not runs["four"]["files"].error
-    for several in (root / "slices" / number / "first", root / "four" / "0" / "first"):  # parts are powers of 2
-        assert {path.name for path in several.iterdir()} == {path.name for path in one.iterdir()}
-        for name in ("log.txt", "losses.npy", "checkpoint-0.pt", "checkpoint-1.pt", "best.pt", "part.pt"):
-            assert (several / name).read_bytes() == (one / name).read_bytes(), name
+    several = root / "four" / "0" / "first"  # parts are powers of 2
+    assert {path.name for path in several.iterdir()} == {path.name for path in one.iterdir()}
+    for name in ("log.txt", "losses.npy", "checkpoint-0.pt", "checkpoint-1.pt", "best.pt", "part.pt"):
+        assert (several / name).read_bytes() == (one / name).read_bytes(), name

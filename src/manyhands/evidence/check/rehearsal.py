@@ -38,7 +38,6 @@ from manyhands.evidence.check.interventions import (
     tensors_of,
 )
 from manyhands.evidence.check.source_locations import running
-from manyhands.own_loop.batches import WHOLE
 from manyhands.own_loop.launch import launch, run_as_main
 from manyhands.own_loop.observed.script import Observed
 from manyhands.own_loop.prepare import session
@@ -93,21 +92,21 @@ def _rehearse(path: str, args: Sequence[str], observed: Observed, workers: int, 
     else:
         worker = Worker(rank=here.rank, size=workers, group=group, driver=here.driver, threads=here.threads)
     rng.take_first(here.group)
-    keeps = {BATCH_NORM} if observed.batches == WHOLE else set()  # its statistics are of all workers' rows then
-    comparison = StepComparison(here.group, steps, FUNCTIONS - keeps)
-    with ExitStack() as stack:
-        stack.enter_context(as_current(worker))
-        stack.enter_context(eager())
-        if not alone:
-            stack.enter_context(observed(path))
-        stack.enter_context(comparison.installed())
-        stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115 - as long as the process
-        try:
+    whole = observed.sees_whole
+    keeps = {BATCH_NORM} if whole else set()  # its statistics are of all workers' rows then
+    comparison = StepComparison(here.group, steps, FUNCTIONS - keeps, whole=whole)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(as_current(worker))
+            stack.enter_context(eager())
+            if not alone:
+                stack.enter_context(observed(path))
+            stack.enter_context(comparison.installed())
+            stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115 - as long as the process
             run_as_main(path, args)
-        except (_Enough, SystemExit):
-            pass
-        else:
             comparison.end()
+    except (_Enough, SystemExit):
+        pass
     return comparison.found
 
 
@@ -118,6 +117,7 @@ class StepComparison:
     group: Group
     steps: int
     without: frozenset[str] = FUNCTIONS  # what a batch's computation is freed of
+    whole: bool = False  # workers see whole batches, and none may look at outputs that the others do not look at
     found: dict[str, Any] = field(default_factory=lambda: {"steps": 0, "largest": 0.0, "difference": ""})
     loss: float = 0.0  # of the newest backward
     rows: int = 0  # of the batches since the newest step
@@ -182,7 +182,7 @@ class StepComparison:
 
     def _called(self, call: FunctionCall, result: Any) -> None:
         rows, first = self.leading
-        if not rows or call.name in METADATA_FUNCTIONS or len(self.operations) >= _EVERY_OPERATION:
+        if self.whole or not rows or call.name in METADATA_FUNCTIONS or len(self.operations) >= _EVERY_OPERATION:
             return
         if self.group.rank not in (0, self.group.size - 1):
             return
@@ -229,7 +229,7 @@ class StepComparison:
             if alone["rows"] not in (one["rows"], sum(worker["rows"] for worker in workers)):
                 shared = ", ".join(str(worker["rows"]) for worker in workers)
                 return f"the workers have {shared} rows, and one process {alone['rows']}"
-            far = _far(one["loss"], alone["loss"])
+            far = _far(one["loss"], alone["loss"]) if self.whole else 0.0  # a slice has a loss of its own
             self.found["largest"] = max(self.found["largest"], far)
             if far > LIMIT:
                 return f"the loss is {one['loss']:.12g}, and in one process {alone['loss']:.12g}"

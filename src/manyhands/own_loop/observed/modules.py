@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from manyhands.errors import Unsupported
-from manyhands.own_loop.batches import WHOLE
 
 if TYPE_CHECKING:
     from manyhands.own_loop.session import Session
@@ -28,13 +27,13 @@ def pairs_for(session: Session, strategy: Strategy) -> Callable[[list[torch.opti
     """What prepares a script's optimizers, with the modules that hold their parameters, for whole batches."""
 
     def prepare(optimizers: list[torch.optim.Optimizer]) -> None:
-        from manyhands.own_loop.prepare import prepare_on
+        from manyhands.own_loop.prepare import prepare_whole
 
         over = replaced(optimizers)
         fresh = [one for one in optimizers if one not in over]
         for optimizer, modules in zip(fresh, stepped_by(fresh, outermost_modules()), strict=True):
             given = modules[0] if len(modules) == 1 else modules
-            prepare_on(session, given, optimizer, strategy=strategy, batches=WHOLE)
+            prepare_whole(session, given, optimizer, strategy=strategy)
 
     return prepare
 

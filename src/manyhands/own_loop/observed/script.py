@@ -18,9 +18,10 @@ from manyhands.errors import BadInput, Unsupported, users_line
 from manyhands.own_loop.batches import SLICES, WHOLE, batches_of, has_own_exchange
 
 if TYPE_CHECKING:  # they import torch
-    from manyhands.own_loop.observed.loop import ObservedLoop
+    from manyhands.own_loop.observed.sliced_script import SlicedScript
     from manyhands.own_loop.session import Session
     from manyhands.own_loop.whole.script import WholeScript
+    from manyhands.strategies.base import Strategy
 
 LOOP, KERAS, DISTRIBUTED = "loop", "keras", "distributed"
 KINDS = (LOOP, KERAS, DISTRIBUTED)
@@ -109,43 +110,6 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def notes_of(text: str, file: str) -> str:
-    """A line that names those of the functions that train in which a number is divided by the rows of a batch or of the
-    dataset: it is of worker 0's rows, unless it is the loss after backward(). "" where there is none."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return ""
-    lines = set[int]()
-    for function in ast.walk(tree):
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        trains = any(isinstance(call.func, ast.Attribute) and call.func.attr == "backward" for call in calls)
-        if not trains or not isinstance(function, ast.FunctionDef | ast.Module):
-            continue
-        if isinstance(function, ast.Module) and any(isinstance(one, ast.FunctionDef) for one in function.body):
-            continue
-        loops = [node.target for node in ast.walk(function) if isinstance(node, ast.For)]
-        batches = {name.id for target in loops for name in ast.walk(target) if isinstance(name, ast.Name)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_of_rows(node.right, batches):
-                lines.add(node.lineno)
-    if not lines:
-        return ""
-    where = ", ".join(f"{Path(file).name}:{line}" for line in sorted(lines))
-    return (
-        f"{where}: a number is divided by len(...) while training. The loss is the whole batch's once backward() has returned; other numbers there "
-        "are of worker 0's rows"
-    )
-
-
-def _is_of_rows(node: ast.expr, batches: set[str]) -> bool:
-    """`len(data)` of a batch, or `len(loader.dataset)`; `len(loader)` counts batches."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args):
-        return False
-    of = node.args[0]
-    return (isinstance(of, ast.Attribute) and of.attr == "dataset") or (isinstance(of, ast.Name) and of.id in batches)
-
-
 @dataclass(frozen=True)
 class Observed:
     """`Observed(...)(path)`: within, the script that this process runs is one of all workers."""
@@ -159,9 +123,17 @@ class Observed:
     """Until it makes a group of processes: then it is no loop of one process."""
     timeout_s: float = 300.0
 
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the script computes with whole batches."""
+        from manyhands.own_loop.launch import launched_batches
+        from manyhands.strategies import strategy_of
+
+        given = SLICES if self.own_batches else self.batches or launched_batches()
+        return batches_of(given, strategy_of(self.strategy)) == WHOLE
+
     @contextmanager
     def __call__(self, path: str) -> Iterator[None]:
-        from manyhands.own_loop.launch import launched_batches
         from manyhands.own_loop.prepare import session
         from manyhands.strategies import strategy_of
 
@@ -170,72 +142,79 @@ class Observed:
             yield
             return
         own.unchanged = True
-        given = SLICES if self.own_batches else self.batches or launched_batches()
-        batches = batches_of(given, strategy_of(self.strategy))
+        way = self._whole if self.sees_whole else self._slices
         try:
-            with self._whole(own) if batches == WHOLE else self._slices(own, path):
+            with way(own, strategy_of(self.strategy)):
                 yield
         finally:
             own.unchanged = False
 
     @contextmanager
-    def _whole(self, own: Session) -> Iterator[None]:
-        from manyhands.own_loop.observed.hooks import allow_processes, refuse_processes
+    def _whole(self, own: Session, strategy: Strategy) -> Iterator[None]:
         from manyhands.own_loop.observed.modules import pairs_for
-        from manyhands.strategies import strategy_of
 
-        script, strategy = own.run_whole(), strategy_of(self.strategy)
+        script = own.run_whole()
         if has_own_exchange(strategy):
             script.prepares = pairs_for(own, strategy)
-        refuse_processes()
         try:
-            with _until_a_group(script, self.timeout_s) if self.may_make_group else nullcontext():
+            with self._watched(script):
                 yield
         finally:
-            allow_processes()
             own.end_whole()
 
     @contextmanager
-    def _slices(self, own: Session, path: str) -> Iterator[None]:
-        from manyhands.own_loop.observed.hooks import installed
-        from manyhands.own_loop.observed.loop import ObservedLoop
+    def _slices(self, own: Session, strategy: Strategy) -> Iterator[None]:
+        from manyhands.own_loop.observed.sliced_script import SlicedScript
 
-        note = notes_of(Path(path).read_text(encoding="utf-8", errors="replace"), path)
-        loop = ObservedLoop(own, self.strategy, own_batches=self.own_batches, note=note)
+        script = SlicedScript(own, strategy, own_batches=self.own_batches)
+        script.install()
         try:
-            with installed(loop), _until_a_group(loop, self.timeout_s) if self.may_make_group else nullcontext():
+            with self._watched(script):
                 yield
+                script.finish(all_=True)
         except Exception as error:
-            if (refusal := loop.explain(error)) is None:
+            if (refusal := script.explain(error)) is None:
                 raise
             place = users_line(error)
             raise Unsupported(f"{place.in_words if place else ''}: {refusal}") from error
+        finally:
+            script.leave()
+
+    @contextmanager
+    def _watched(self, script: WholeScript | SlicedScript) -> Iterator[None]:
+        from manyhands.own_loop.observed.processes import processes_refused
+
+        until = _until_a_group(script, self.timeout_s) if self.may_make_group else nullcontext()
+        with processes_refused(), until:
+            yield
 
 
 @contextmanager
-def _until_a_group(loop: ObservedLoop | WholeScript, timeout_s: float) -> Iterator[None]:
+def _until_a_group(script: WholeScript | SlicedScript, timeout_s: float) -> Iterator[None]:
     """Within, other ranks than the first print once the script makes a group of processes; from then on nothing is
     watched. A script that shares rows first is a loop, whose other ranks are quiet for good."""
     import torch.distributed as dist
 
+    from manyhands.own_loop.observed.processes import allow_processes
     from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 
     plain, output = dist.init_process_group, sys.stdout
 
     def made(*given: Any, **named: Any) -> None:
-        loop.leave()
+        script.leave()
+        allow_processes()
         sys.stdout = output
         plain(*given, **named)
 
     def begins() -> None:
         sys.stdout = output
-        mute_nonzero_ranks(loop.worker, timeout_s)
+        mute_nonzero_ranks(script.worker, timeout_s)
 
     with open(os.devnull, "w") as nowhere:
-        if loop.worker.rank:
+        if script.worker.rank:
             sys.stdout = nowhere
         dist.init_process_group = dist.distributed_c10d.init_process_group = made
-        loop.begins = begins
+        script.begins = begins
         try:
             yield
         finally:

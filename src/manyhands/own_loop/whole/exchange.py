@@ -10,8 +10,10 @@ Source of the two rules: Xu et al., GSPMD: general and scalable parallelization 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,14 +62,21 @@ class Leaves:
                 yield number, leaf
 
 
+@dataclass
+class Gathered:
+    """What gathering whole tensors has cost."""
+
+    times: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 class Workers:
     """Those that run the same script, of which this is one."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.gathered: dict[
-            tuple[str, Line], list[int]
-        ] = {}  # [times, bytes] by function and line that looked at an output
+        self.gathered: dict[tuple[str, Line], Gathered] = {}  # by function and line that looked at an output
         self.looking = ""  # the function of torch that needs a whole output
         self.leaves = Leaves()  # whose gradients are of each worker's rows
 
@@ -89,12 +98,14 @@ class Workers:
         sent = own.new_empty(max(lengths), dtype=torch.uint8)
         sent[: lengths[self.rank]] = own.view(-1).view(torch.uint8)
         self._show_line()
+        began = time.perf_counter()
         received = self.group.all_gather(sent)
         parts = [
             row[:length].view(own.dtype).view(one) for row, length, one in zip(received, lengths, shapes, strict=True)
         ]
-        counts = self.gathered.setdefault((self.looking or "a cut input", calling_line()), [0, 0])
-        counts[0], counts[1] = counts[0] + 1, counts[1] + sum(lengths)
+        cost = self.gathered.setdefault((self.looking or "a cut input", calling_line()), Gathered())
+        cost.times, cost.bytes = cost.times + 1, cost.bytes + sum(lengths)
+        cost.seconds += time.perf_counter() - began
         return shard.joined(parts)
 
     def sum_(self, tensor: Tensor) -> Tensor:

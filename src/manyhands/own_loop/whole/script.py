@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands import rng
+from manyhands import rng, units
+from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import calling_line
 from manyhands.own_loop.argument_checks import check_same_shapes
 from manyhands.own_loop.whole.calls import Calls
@@ -26,6 +27,7 @@ from manyhands.worker import Worker
 _grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
 _add_param_group = torch.optim.Optimizer.add_param_group
 _SHOWN = 3  # lines that look at outputs, in what is said at the end
+_LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 
 
 class WholeScript:
@@ -41,6 +43,7 @@ class WholeScript:
         """Called once, before the first call of a module."""
         self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None
         """Called with the optimizers that were made since, before the next call of a module and before a backward."""
+        self.backwards = 0
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
         self._said: set[str] = set()
         self._behind: Any = None  # torch.autograd.backward, while this one is installed
@@ -131,15 +134,16 @@ class WholeScript:
         self._behind = None
 
     def _tell_costs(self) -> None:
-        """Say which lines needed whole outputs."""
-        found = sorted(self.workers.gathered.items(), key=lambda one: -one[1][1])
-        if not found:
+        """Say which lines needed whole outputs, where that has cost something."""
+        found = sorted(self.workers.gathered.items(), key=lambda one: -one[1].bytes)
+        size, seconds = sum(one.bytes for _, one in found), sum(one.seconds for _, one in found)
+        if size < _LEAST_BYTES and seconds < _LEAST_S:
             return
-        times, size = (sum(counts[i] for _, counts in found) for i in (0, 1))
-        places = [f"{function} in {line} ({counts[1] / 1e6:,.1f} MB)" for (function, line), counts in found[:_SHOWN]]
+        times = sum(one.times for _, one in found) / max(1, self.backwards)
+        places = [f"{function} in {line} ({units.size(one.bytes)})" for (function, line), one in found[:_SHOWN]]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         self.say(
-            f"outputs and inputs were gathered {times:,} times, {size / 1e6:,.1f} MB: by {', '.join(places)}{more}"
+            f"outputs and inputs were gathered {units.short(times)} times a step, {units.size(size)} and {units.duration(seconds)} in all: by {', '.join(places)}{more}"
         )
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -152,7 +156,12 @@ class WholeScript:
         self._prepare_made()
         self.gradients.begin()
         self._behind(*parts_of(losses, given), *args, **kwargs)
+        driver, group = self.worker.driver, self.workers.group
+        driver.progress("exchange", self.backwards)
         self.gradients.end(calling_line(), losses)
+        self.backwards += 1
+        group.step = self.backwards
+        driver.progress(USER, self.backwards)
 
     def _average_of(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of torch.autograd.grad."""
