@@ -170,7 +170,7 @@ Batches = Annotated[
     _run(
         "--batches",
         metavar="whole|slices",
-        help="What each worker's loop sees of a batch: all of it (calls of its models are cut by rows), or its slice (default).",
+        help="What each worker's loop sees of a batch: all of it (calls of its models are cut by rows), or its slice, which is all that strategies have whose workers' models differ.",
     ),
 ]
 OwnBatches = Annotated[

@@ -57,23 +57,26 @@ def prepare(
         model, optimizer, loader = mh.prepare(model, optimizer, loader)
 
     Call it on all workers alike, after the model is on its device and before training. It gives back the same model,
-    whose parameters and buffers are rank 0's; the same optimizer, whose `step()` is now the strategy's exchange
-    (learning rates, schedulers built before or after, `zero_grad` and `state_dict` work as ever); and for each loader
-    what gives this worker's share of each batch (see `PreparedLoader`): the user's batch size is the global one. A
-    DataLoader is shared in place, but where workers share a process: it comes back itself, and its `plain` still gives
-    all rows.
+    whose parameters and buffers are rank 0's; the same optimizer; and the loaders and schedulers. What loops see of a
+    batch is `batches`:
+
+    "whole", the default where workers have one model (allreduce and its options): every worker runs the loop on whole
+    batches, and calls of modules are cut by rows, so that any loss, metric, branch, batch norm and evaluation are one
+    process's (see docs/zero.md). Loaders come back as they are, `mh.share` gives all rows, `mh.weight` changes nothing.
+
+    "slices", the only way of strategies whose workers' models differ: each loop sees its rows, the user's batch size is
+    the global one, and `step()` is the strategy's exchange. A DataLoader is shared in place, but where workers share a
+    process: it comes back itself, and its `plain` still gives all rows (see `PreparedLoader`). Prepare only loaders of
+    training data: one that is not prepared gives every worker everything, which is right for validation. Take slices
+    under allreduce too where the script looks at large outputs, where reading a whole batch on each worker is dear, and
+    over several hosts. docs/own-loop.md says what a loop must keep to.
 
     others: loaders of training data, and the optimizer's schedulers, in any order.
     Several pairs of model and optimizer (a GAN's) are prepared one by one; one optimizer over several modules as
-    `mh.prepare([encoder, decoder], optimizer)`, which gives back the list. Prepare only loaders of training data: a
-    loader that is not prepared gives every worker everything, which is right for validation. In its first steps a loop
-    without a prepared loader's batch compares the workers' gradients; if all are equal, they train on the same rows,
-    and a warning says so.
+    `mh.prepare([encoder, decoder], optimizer)`, which gives back the list.
 
-    batches: "whole": each worker's loop sees whole batches, and calls of modules are cut by rows, so that any loss, metric
-    and batch norm are one process's (see docs/zero.md). Loaders come back as they are, `mh.share` gives all rows,
-    `mh.weight` changes nothing. For allreduce, on engines whose workers are processes. "slices": it sees its rows. None:
-    that of `manyhands run` or `launch`, else the variable MANYHANDS_BATCHES, else slices.
+    batches: None: that of `manyhands run` or `launch`, else the variable MANYHANDS_BATCHES, else the default above; on
+    engine sim, whose workers share a process, slices.
     model_parallel: refused. A stage's backward waits for that of the next one, which cannot run between a loop's own
     lines: `mh.train(task, model_parallel="stages=2")`.
     strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
@@ -84,21 +87,16 @@ def prepare(
     slices of batches as it has time for, all meet at the end of each pass, where the model holds the center, and
     schedulers that were prepared are stepped by the rows that all have had.
 
-    Without a loader: numbers that a script draws itself (`torch.randint` for rows) are equal on all ranks up to the
-    first backward, where all then hold the same batch, and differ after it, for dropout's sake, so that N workers train
-    on N times the batch. `rows = mh.share(rows)` makes it one process's batch.
-
-    All workers must call `backward()`, `step()` and the loader equally often. A loss whose mean does not divide by the
-    batch's rows says so with `mh.weight(w)` before `backward()`. A loss that is a sum over rows is added up over the
-    workers where its graph shows it in the first steps; a sum in part is named by a warning. `mh.weight("sum")` before
-    `backward()` says it where the graph does not. With several workers a gradient that is not
-    finite raises ManyhandsError in `step()`; alone, as in a plain script, nobody looks.
+    All workers must call `backward()`, `step()` and the loader equally often. With slices a loss counts what its graph
+    shows: as a mean the batch's rows, or what `cross_entropy` and `nll_loss` divide by; a sum over rows is added up over
+    the workers; `mh.weight(w)` or `mh.weight("sum")` before `backward()` says it where the graph does not. With several
+    workers a gradient that is not finite raises ManyhandsError in `step()`; with whole batches, and alone, nobody looks.
 
     Raises BadInput for what is no model, optimizer or loader, a wrapped model (DistributedDataParallel), a
-    DistributedSampler, a batch_size of less than one row a worker, an optimizer over parameters of another module, and
-    workers that do not prepare the same, later for a loader that gives each worker other batches; Unsupported for a
-    strategy that needs more than a group, later for `step(closure)`, and for a GradScaler where workers do not average
-    gradients in each step.
+    DistributedSampler, an optimizer over parameters of another module, workers that do not prepare the same or compute
+    with other values, and with slices a batch_size of less than one row a worker; Unsupported for a strategy that needs
+    more than a group, and with slices, later, for `step(closure)`, for a GradScaler where workers do not average
+    gradients in each step, and for a backward of which nobody knows what it counts.
     """
     if model_parallel is not None:
         raise Unsupported(

@@ -20,7 +20,7 @@ from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers, cut, replicated
 from manyhands.own_loop.whole.layout import Shard
 from manyhands.own_loop.whole.lazy import Lazy, PartialSum, ShardedOutput, gathered
-from manyhands.own_loop.whole.proof import Plan, Whole, found_plan
+from manyhands.own_loop.whole.proof import Plan, Whole, found_plan, shapes_of
 
 _plain: Callable[..., Any] = nn.Module.__call__
 
@@ -62,7 +62,7 @@ class Calls:
         try:
             plan = self._plan(module, leaves, structure)
             self._note(module, leaves)
-            rows = 0 if isinstance(plan, Whole) or not _can_see(plan) else _rows(plan, leaves)
+            rows = 0 if isinstance(plan, Whole) or not _can_cut(plan, leaves) else _rows(plan, leaves)
             if isinstance(plan, Whole) or rows < self.workers.size:
                 args, kwargs = gathered((args, kwargs))
                 return _plain(module, *args, **kwargs)
@@ -115,7 +115,8 @@ class Calls:
             if output.reduced:
                 done.append(PartialSum.of(self._summed(leaf, output.reduced, rows), self.workers))
             elif output.dim is not None:
-                done.append(ShardedOutput.of(leaf, output.shard(rows), self.workers))
+                times = leaf.shape[output.dim] // self.workers.own_rows(rows)[1]
+                done.append(ShardedOutput.of(leaf, output.shard(rows, times), self.workers))
             else:
                 done.append(leaf)
         return pytree.tree_unflatten(done, structure)
@@ -136,14 +137,16 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _can_see(plan: Plan) -> bool:
-    """Whether what a loss divides by is seen: without gradients it has no graph."""
+def _can_cut(plan: Plan, leaves: Sequence[Any]) -> bool:
+    """Whether what a loss divides by is seen, without gradients it has no graph; and whether its outputs lie as they did."""
+    if plan.shapes is not None and plan.shapes != shapes_of(leaves):
+        return False
     return torch.is_grad_enabled() or all(o.reduced != "divided" for o in plan.outputs)
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.dtype
+        return leaf.dtype, tuple(length == 1 for length in leaf.shape)  # one column may lie before the rows or behind
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 

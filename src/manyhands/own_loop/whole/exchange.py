@@ -58,7 +58,9 @@ class Leaves:
         """(number, leaf) of all that live, or of those."""
         for number in list(self._references) if numbers is None else numbers:
             reference = self._references.get(number)
-            if reference is not None and (leaf := reference()) is not None:
+            if (
+                reference is not None and (leaf := reference()) is not None and leaf.is_leaf
+            ):  # else it was changed in place
                 yield number, leaf
 
 

@@ -35,6 +35,7 @@ class Plan:
     inputs: tuple[int | None, ...]  # by leaf of the arguments: which dimension counts the batch's rows
     outputs: tuple[Output, ...]
     draws: bool  # random numbers, for each row its own
+    shapes: tuple[Any, ...] | None = None  # of the arguments, where other ones may have other outputs
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,21 @@ class Output:
     inner: int = 1
     reduced: str = ""  # "sum" or "mean" over rows, or a mean that is "divided" by what the loss's graph says
 
-    def shard(self, rows: int) -> Shard:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a dimension counts both what lies before the rows and behind them, so that a new length does not show which."""
+        return self.outer > 1 and self.inner > 1
+
+    def shard(self, rows: int, times: int) -> Shard:
+        """Of a call with so many rows. times: what its dimension counts for each row; of sequences it differs from call to call."""
         assert self.dim is not None
-        return Shard(self.dim, rows, self.outer, self.inner)
+        if self.is_fixed:
+            return Shard(self.dim, rows, self.outer, self.inner)
+        return Shard(self.dim, rows, *((1, times) if self.inner > 1 else (times, 1)))
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,10 @@ def found_plan(
     """
     _check_equal(leaves, workers)
     trial = _Trial(call, module, leaves, structure, workers, statistics)
-    return trial.plan()
+    try:
+        return trial.plan()
+    finally:
+        trial.put_back()
 
 
 def _check_equal(leaves: Sequence[Any], workers: Workers) -> None:
@@ -91,11 +107,14 @@ class _Trial:
         self.workers, self.statistics = workers, stats
         self.tensors = [*module.parameters(), *module.buffers()]
         self.before = [t.detach().clone() for t in self.tensors]
+        self.attributes = {sub: _attributes(sub) for sub in module.modules()}
         # a gate that begins at zero would hide that rows meet behind it
         self.zeros = [p for p in module.parameters() if p.is_floating_point() and not p.any()]
 
     def plan(self) -> Plan | Whole:
-        whole, after, drew, changed = self._computed(self.leaves, self.statistics.kept())
+        whole, after, drew, changed = self._computed(self.leaves, self.statistics.kept(), fills=True)
+        if changed:  # once, perhaps: a mask that is made at first, say
+            whole, after, drew, changed = self._computed(self.leaves, self.statistics.kept())
         if changed:
             return Whole(f"it keeps something from call to call ({changed})")
         if not any(isinstance(leaf, Tensor) for leaf in whole[0]):
@@ -108,9 +127,11 @@ class _Trial:
                 for leaf, dim in zip(self.leaves, dims, strict=True)
             ]
             try:
-                outputs, ends, draws, _ = self._computed(parts, self.statistics.given())
+                outputs, ends, draws, changed = self._computed(parts, self.statistics.given())
                 found: Any = self._compared(outputs, whole, rows)
-                if not all(map(_close, ends, after)):
+                if changed:
+                    found = f"it keeps something of all rows from call to call ({changed})"
+                elif not all(map(_close, ends, after)):
                     found = "its buffers depend on all rows"
                 elif (drawn := _row_draws(drew, draws)) is None:
                     found = "it draws random numbers for the batch as a whole"
@@ -122,7 +143,7 @@ class _Trial:
             elif all(one == everyone[0] for one in everyone) and (
                 done := self._reduced(found, parts, outputs[0], whole[0], rows)
             ):
-                return Plan(dims, done, bool(drawn))
+                return Plan(dims, done, bool(drawn), shapes_of(self.leaves) if any(o.is_fixed for o in done) else None)
             else:
                 reasons["its outputs are no rows, sums or means"] += 1
         return Whole(next(iter(reasons), "no dimension of its arguments counts rows"))
@@ -150,8 +171,16 @@ class _Trial:
                     return
                 yield tuple(dims), rows
 
-    def _computed(self, leaves: Sequence[Any], statistics: Any, *, gradients: bool = False) -> Any:
-        """(outputs and their structure, parameters and buffers afterwards, what was drawn, which attribute changed)"""
+    def put_back(self) -> None:
+        """What calls have changed in the module."""
+        for sub, kept in self.attributes.items():
+            _put_back(sub, kept)
+
+    def _computed(self, leaves: Sequence[Any], statistics: Any, *, gradients: bool = False, fills: bool = False) -> Any:
+        """(outputs and their structure, parameters and buffers afterwards, what was drawn, which attribute changed)
+
+        fills: what it keeps in attributes stays for the next calls.
+        """
         args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
         attributes = {sub: _attributes(sub) for sub in self.module.modules()}
         draws = _Quiet()
@@ -166,7 +195,8 @@ class _Trial:
                 for tensor, value in zip(self.tensors, self.before, strict=True):
                     tensor.data.copy_(value)
             for sub, kept in attributes.items():
-                _put_back(sub, kept)
+                if not fills:
+                    _put_back(sub, kept)
 
     def _compared(self, outputs: Any, whole: Any, rows: int) -> list[list[Any]] | str:
         """By leaf of the outputs: [dim, outer, inner], [] of what is the same, or ["reduced"]."""
