@@ -24,6 +24,7 @@ from manyhands.inference.trained import trained
 from manyhands.recording.run import Run
 from manyhands.signals import sigterm_to
 from manyhands.task import Task, named
+from manyhands.torch_settings import WithSettings
 from manyhands.training.config import check_resources
 
 DEFAULT_BATCH_SIZE = 256
@@ -165,7 +166,7 @@ def launched(place: Engine, program: Program, spec: LaunchSpec, collector: RowCo
     if spec.workers > 1 and not (capabilities.spmd or capabilities.simulated):
         program = replace(program, model=on_cpu(program.model))  # each worker moves its own to its device
     with rng.kept(), sigterm_to(collector.stop) if not capabilities.spmd else nullcontext():
-        values = place.launch(program, replace(spec, observer=collector))
+        values = place.launch(WithSettings.of_here(program), replace(spec, observer=collector))
     if program.outputs is not None:
         for rank, value in enumerate(values):
             came = collector.rows_of_workers.get(rank, 0)

@@ -23,6 +23,7 @@ from manyhands.engines.roles import Roles
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsupported, WorkerFailed, users_line
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
+from manyhands.torch_settings import WithSettings
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
     from manyhands.server.base import ServerSpec
@@ -80,7 +81,7 @@ def launch(
     spec = _with_server(spec, place, strategy, servers, server)
     _check_batches(batches, strategy)
     if not place.capabilities.simulated:
-        return place.launch(_Call(function, args, strategy, batches, timeout_s), spec)
+        return place.launch(WithSettings.of_here(_Call(function, args, strategy, batches, timeout_s)), spec)
     from manyhands.own_loop.rank_zero import only_first_speaks
 
     # for all workers at once: they take turns in this process

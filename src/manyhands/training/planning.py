@@ -26,6 +26,7 @@ from manyhands.replica.executor import AutogradExecutor
 from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
+from manyhands.torch_settings import WithSettings
 from manyhands.training.config import TrainConfig
 from manyhands.training.plan import WorkerPlan, first_rows
 from manyhands.worker import Worker
@@ -42,7 +43,9 @@ def measure(config: TrainConfig, threads: int | None) -> tuple[MachineCosts, Mod
     at_once = min(config.count, max(2, cores // each))
     work = partial(_measure, WorkerPlan(task=config.task, strategy=config.strategy, partition=config.partition), cores)
     with Local() as engine:
-        found = engine.launch(work, LaunchSpec(workers=at_once, threads_per_worker=each, device="cpu"))[0]
+        found = engine.launch(
+            WithSettings.of_here(work), LaunchSpec(workers=at_once, threads_per_worker=each, device="cpu")
+        )[0]
     profile, alone, all_cores = (ModelProfile.of(found[name]) for name in ("together", "alone", "all_cores"))
     together = min(at_once, max(1, cores // each))
     machine = MachineCosts(

@@ -38,6 +38,7 @@ from manyhands.signals import PREEMPTED, sigterm_to
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, named
+from manyhands.torch_settings import WithSettings
 from manyhands.training import run_directory
 from manyhands.training.config import (
     TrainConfig,
@@ -379,7 +380,7 @@ class _Training:
         while True:
             launch = replace(self.launch, observer=self.recorder, fired=self.recorder.faults)
             try:
-                return self.config.engine.launch(partial(work_as_dict, self.plan), launch)
+                return self.config.engine.launch(WithSettings.of_here(partial(work_as_dict, self.plan)), launch)
             except WorkerFailed as error:
                 if not launch.restarts or error.final or self.recorder.asked_to_stop:
                     raise

@@ -37,6 +37,7 @@ from manyhands.rng import mixed
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
 from manyhands.strategies.base import Change, Needs
 from manyhands.task import Task
+from manyhands.torch_settings import WithSettings
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import work
 from manyhands.worker import Worker
@@ -84,7 +85,7 @@ class TrialRunner:
         fresh_task = self.copies.fresh if in_process else partial(identity, self.sent.fresh())
         threads = max(1, usable_cores() // 2) if in_process else None  # workers compute in turns
         launch = LaunchSpec(workers=workers, device="cpu", timeout_s=self.timeout_s, threads_per_worker=threads)
-        return engine.launch(partial(run_trial, fresh_task, config), launch)
+        return engine.launch(WithSettings.of_here(partial(run_trial, fresh_task, config)), launch)
 
 
 def with_solo_rates(config: TrialConfig, solo: Trace) -> TrialConfig:
