@@ -582,16 +582,9 @@ def observation_of(
         raise BadInput(
             "--own-batches gives each worker a batch of its own, and --batches whole the same to all: leave one of them out"
         )
-    if batches == WHOLE and kind == KERAS:
-        raise BadInput(f"--batches whole is of a loop, and {script} runs as keras: leave it out, or give --as loop")
     if batches == WHOLE:
         _sees_whole(batches, own_batches, strategy)
-    if (
-        auto
-        and kind != DISTRIBUTED
-        and engine != "local"
-        and (kind == KERAS or not _sees_whole(batches, own_batches, strategy))
-    ):
+    if auto and kind != DISTRIBUTED and engine != "local" and not _sees_whole(batches, own_batches, strategy):
         raise BadInput(
             f"--auto shares slices of batches on engine local, not on {engine}: leave --engine out, call mh.prepare in the script, or give --batches whole"
         )
@@ -632,7 +625,7 @@ def around_of(
     if observation.kind == KERAS:
         from manyhands.keras.fit import FitOnWorkers
 
-        return FitOnWorkers(strategy)
+        return FitOnWorkers(strategy, observation.batches)
     if observation.kind == DISTRIBUTED and not observation.chosen:
         return None
     return Observed(

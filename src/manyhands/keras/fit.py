@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import BadInput, Unsupported
+from manyhands.own_loop.observed.script import Observed
 
 _SAME = (
     "x",
@@ -36,9 +37,14 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class FitOnWorkers:
-    """`FitOnWorkers(strategy)(path)`: within, `keras.Model.fit` trains on all workers that make the same call."""
+    """`FitOnWorkers(strategy)(path)`: within, `keras.Model.fit` trains on all workers that make the same call.
+
+    Each computes its rows of the model's calls, see `own_loop.whole`; with a strategy of which each worker has its own
+    model, or with slices, `fit` is a task of `mh.train`.
+    """
 
     strategy: str = "allreduce"
+    batches: str | None = None
 
     @contextmanager
     def __call__(self, path: str) -> Iterator[None]:
@@ -55,6 +61,11 @@ class FitOnWorkers:
         os.environ["KERAS_BACKEND"] = backend
         from manyhands.keras.backend import keras
 
+        observed = Observed(self.strategy, self.batches)
+        if observed.sees_whole:
+            with _callbacks_in_turn(), observed(path):
+                yield
+            return
         strategy, plain = self.strategy, keras.Model.fit
 
         def fit(model: Any, *given: Any, **named: Any) -> Any:
@@ -66,6 +77,18 @@ class FitOnWorkers:
             yield
         finally:
             keras.Model.fit = plain
+
+
+@contextmanager
+def _callbacks_in_turn() -> Iterator[None]:
+    """Within, callbacks look at outputs in the thread that computes, so that all workers do so in one order."""
+    from keras.src import backend
+
+    before, backend.IS_THREAD_SAFE = backend.IS_THREAD_SAFE, False
+    try:
+        yield
+    finally:
+        backend.IS_THREAD_SAFE = before
 
 
 def fit_on_workers(model: Any, strategy: str, plain: Any, arguments: dict[str, Any]) -> Any:

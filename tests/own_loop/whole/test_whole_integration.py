@@ -1,6 +1,7 @@
 """Workers that see whole batches: a prepared loop is one process's, and workers that differ are named with their lines."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,7 +71,13 @@ def branches(model: nn.Module, step: int) -> None:
         model(ONES).mean().backward()
 
 
+def looks_in_a_thread(model: nn.Module, step: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model(ONES).tolist).result()
+
+
 SAYS = {
+    looks_in_a_thread: "a thread of the script looks at an output of a call that workers have cut",
     lambda *_: torch.full((8, 6), float(mh.worker().rank)): "other values: argument 0 of this call is .* on worker 1",
     lambda _, step: torch.full((8, 6), float(step == 2 and mh.worker().rank)): r"of Linear in test_whole.*py:\d+ is",
     branches: r"worker 0 calls backward in test.*py:\d+, worker 1 in test_whole_integration.py:\d+",

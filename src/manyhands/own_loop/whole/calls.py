@@ -60,6 +60,8 @@ class Calls:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         self._within = True
         try:
+            if any(map(_is_symbolic, (next(module.parameters()), *leaves))):
+                return _plain(module, *args, **kwargs)
             plan = self._plan(module, leaves, structure)
             self._note(module, leaves)
             rows = 0 if isinstance(plan, Whole) or not _can_cut(plan, leaves) else _rows(plan, leaves)
@@ -135,6 +137,11 @@ class Calls:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    """A tensor without values, of which shapes alone are asked for: torch's meta tensors, Keras' own."""
+    return leaf.is_meta if isinstance(leaf, Tensor) else type(leaf).__name__ == "KerasTensor"
 
 
 def _can_cut(plan: Plan, leaves: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ Source of the two rules: Xu et al., GSPMD: general and scalable parallelization 
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from manyhands.comm.group import Group
-from manyhands.errors import Line, calling_line
+from manyhands.errors import Line, Unsupported, calling_line
 from manyhands.own_loop.whole.layout import Shard, row_counts
 
 
@@ -81,6 +82,15 @@ class Workers:
         self.gathered: dict[tuple[str, Line], Gathered] = {}  # by function and line that looked at an output
         self.looking = ""  # the function of torch that needs a whole output
         self.leaves = Leaves()  # whose gradients are of each worker's rows
+        self._thread = threading.current_thread()
+
+    def check_thread(self) -> None:
+        """Unsupported in another thread than the script's, where workers would come in no common order."""
+        if threading.current_thread() is not self._thread:
+            raise Unsupported(
+                "a thread of the script looks at an output of a call that workers have cut, and only the thread that computed it can gather it from them: look "
+                'at it there (loss.item()), and hand the number on, or let each worker have its own rows: batches="slices"'
+            )
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """(first, how many) of a batch's rows are this worker's."""

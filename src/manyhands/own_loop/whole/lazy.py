@@ -88,6 +88,7 @@ class ShardedOutput(Lazy):
 
     @override
     def _made(self) -> Tensor:
+        self.workers.check_thread()
         return applied(Gather, self.part, self.shard, self.workers)
 
 
@@ -116,7 +117,10 @@ class PartialSum(Lazy):
 
     @override
     def _made(self) -> Tensor:
-        value = self.workers.sum_(self.part.detach().clone()) if self.value is None else self.value
+        value = self.value
+        if value is None:
+            self.workers.check_thread()
+            value = self.workers.sum_(self.part.detach().clone())
         return applied(SumOfParts, self.part, value, self.workers)
 
 

@@ -78,7 +78,7 @@ class WholeScript:
 
     def _know(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
-            if leaf.is_leaf:
+            if leaf.is_leaf and not leaf.is_meta:
                 self.workers.leaves.add(leaf)
 
     def _meet(self, module: nn.Module) -> None:
