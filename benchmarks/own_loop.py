@@ -73,7 +73,7 @@ def prepared(worker: Worker, model: str, strategy: str, batches: int) -> list[fl
     torch.manual_seed(0)
     module = step.MODELS[MODELS[model][0]][0]()
     optimizer, loader = noted(step.optimizer_of(module), times), loader_of(model, batches)
-    module, optimizer, loader = mh.prepare(module, optimizer, loader, strategy=strategy)
+    module, optimizer, loader = mh.prepare(module, optimizer, loader, strategy=strategy, batches="slices")
     for batch in loader:
         optimizer.zero_grad()
         loss = step.loss_of(module, batch)

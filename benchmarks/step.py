@@ -125,7 +125,7 @@ def steps_of(name: str) -> tuple[dict[str, Callable[[], None]], Callable[[], Non
     torch.manual_seed(0)  # one task for all workers, whose generators differ after a backward
     whole = batch_of(rows * WORKERS)
     floor, ddp, prepared, solo = make(), DistributedDataParallel(make()), make(), make()
-    _, optimizer = mh.prepare(prepared, optimizer_of(prepared), strategy="allreduce")
+    _, optimizer = mh.prepare(prepared, optimizer_of(prepared), strategy="allreduce", batches="slices")
     task = mh.Task(model=make, loss=loss_of, optimizer=optimizer_of, train_data=whole, batch_size=rows * WORKERS)
     worker = mh.worker()
     loop = make_loop(WorkerPlan(task=task, strategy=strategy_of("allreduce")), worker)

@@ -593,8 +593,14 @@ def test_what_a_loop_leaves_out_is_a_warning() -> None:
         texts = heard(partial(mh.launch, program, workers=2, engine="sim"))
         assert len(texts) == bool(words), texts
         assert all(word in text for text in texts for word in words), texts
-    first, _ = mh.launch(heard, forgets, workers=2)  # steps of others are seen in processes alone
+    first, _ = mh.launch(heard, forgets, workers=2, batches="slices")  # steps of others are seen in processes alone
     assert any("SGD) took 3 steps and was not prepared" in text for text in first)
+
+
+def test_torchs_lines_are_nobodys_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/found/by/PYTHONPATH/torch/__init__.py")
+    assert not is_users("/found/by/PYTHONPATH/torch/nn/modules/linear.py")
+    assert is_users("/found/by/PYTHONPATH/layers.py")
 
 
 def test_an_error_of_prepare_names_the_scripts_line(local: Local, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def users_line(error: BaseException) -> Line | None:
 def calling_line() -> Line:
     """The innermost line that runs now and is neither torch's nor this package's: the user's, or that of a library which
     runs the user's program. Where there is none, the outermost one."""
-    frame, libraries = sys._getframe(1), _of_torch()
+    frame, libraries = sys._getframe(1), (_PACKAGE, *_torch())
     while frame.f_back is not None and _is_inner(frame.f_code.co_filename, libraries):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
@@ -109,10 +109,15 @@ def _is_inner(file: str, libraries: tuple[str, ...]) -> bool:
     return file.startswith(libraries) and not file.startswith(_TASKS)
 
 
+def _torch() -> tuple[str, ...]:
+    """Where torch lies, which may be found by PYTHONPATH; nowhere before it is loaded."""
+    path = getattr(sys.modules.get("torch"), "__file__", None)
+    return _folder(path) if path else ()
+
+
 @cache
-def _of_torch() -> tuple[str, ...]:
-    """Where torch and this package lie."""
-    return tuple(f"{Path(path).parent}/" for name in ("torch", "manyhands") if (path := sys.modules[name].__file__))
+def _folder(path: str) -> tuple[str, ...]:
+    return (f"{Path(path).parent}/",)
 
 
 def is_users(file: str) -> bool:
@@ -120,7 +125,7 @@ def is_users(file: str) -> bool:
     for its ready-made tasks."""
     if file.startswith(_TASKS):
         return True
-    return not file.startswith((_PACKAGE, *LIBRARIES, "<frozen"))
+    return not file.startswith((_PACKAGE, *LIBRARIES, *_torch(), "<frozen"))
 
 
 class PeerLost(ManyhandsError):

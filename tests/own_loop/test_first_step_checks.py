@@ -4,6 +4,7 @@ only where it is a fault."""
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,19 @@ def test_a_program_that_never_prepares_is_named_once(monkeypatch: pytest.MonkeyP
         assert not warned_unprepared(worker, **options), options
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert not warned_unprepared(second())
+
+
+def test_an_optimizer_that_a_prepared_one_calls_is_not_named() -> None:
+    """SAM steps by another optimizer, of the same parameters. With whole batches all are averaged."""
+    wrapped, other = (SGD(seeded()) for _ in range(2))
+    own = {id(p) for group in wrapped.param_groups for p in group["params"]}
+    slices = SimpleNamespace(prepared=1, whole=None, pairs=[SimpleNamespace(own=own)])
+    for session, named in ((slices, 1), (SimpleNamespace(prepared=1, whole=object()), 0)):
+        worker = Worker(size=2, group=SoloGroup())
+        with warnings.catch_warnings(record=True) as told, warning_if_unprepared(worker):
+            warnings.simplefilter("always")
+            worker.prepared = session
+            for _ in range(3):
+                wrapped.step()
+                other.step()
+        assert ["was not prepared" in str(one.message) for one in told] == [True] * named

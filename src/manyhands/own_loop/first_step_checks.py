@@ -75,6 +75,15 @@ class FirstSteps:
                 warnings.warn(_ALIKE.format(size=len(everybodys), step=step), stacklevel=5)  # the user's step()
 
 
+def _are_prepared(worker: Worker, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer that was prepared holds these parameters, and calls this one; all are with whole batches."""
+    session: Session | None = worker.prepared
+    if session is None or session.whole is not None:
+        return session is not None
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(own <= pair.own for pair in session.pairs)
+
+
 def checksum(vector: Tensor, start: int = 0) -> int:
     """CRC-32 of a vector's bits, after another's."""
     return zlib.crc32(vector.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, start)
@@ -96,7 +105,7 @@ def warning_if_unprepared(worker: Worker) -> Iterator[None]:
         nonlocal steps
         steps += 1
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        own = getattr(optimizer, "manyhands_trains", False)
+        own = getattr(optimizer, "manyhands_trains", False) or _are_prepared(worker, optimizer)
         if worker.prepared is not None and worker.prepared.prepared and not joined and not own:
             each[id(optimizer)] += 1
             if each[id(optimizer)] == STEPS:
