@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import manyhands as mh
 from manyhands.cli import commands
 from manyhands.engines.local.engine import Local
+from manyhands.errors import is_users
 from manyhands.own_loop.launch import run_script
 from manyhands.recording.run import Run
 from manyhands.strategies.base import State

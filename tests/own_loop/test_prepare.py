@@ -53,7 +53,11 @@ def test_a_process_alone_and_one_of_a_launcher(monkeypatch: pytest.MonkeyPatch) 
 def test_prepare_gives_back_the_users_own() -> None:
     model, optimizer = pair()
     loader = torch.utils.data.DataLoader(torch.arange(4))
-    got, rule, first, second = mh.prepare(model, optimizer, loader, batches := [1, 2])
+    batches = [1, 2]
+    whole = mh.prepare(model, optimizer, loader, batches)
+    assert all(one is given for one, given in zip(whole, (model, optimizer, loader, batches), strict=True))
+    assert type(loader) is torch.utils.data.DataLoader
+    got, rule, first, second = mh.prepare(model, optimizer, loader, batches, batches="slices")
     assert got is model
     assert rule is optimizer
     assert first is loader
@@ -61,12 +65,12 @@ def test_prepare_gives_back_the_users_own() -> None:
     assert isinstance(second, PreparedLoader)
     assert list(second) == batches
     assert mh.prepare(model, optimizer) == (model, optimizer)
-    assert mh.prepare(model, optimizer, first)[2] is first
+    assert mh.prepare(model, optimizer, first, batches="slices")[2] is first
 
 
 def test_the_strategy_is_the_argument_else_the_variable_else_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**options: str) -> str:
-        mh.prepare(*pair(), **options)
+        mh.prepare(*pair(), **options, batches="slices")
         newest = max(prepare.session().pairs, key=lambda pair: pair.number)
         return newest.strategy.name
 
@@ -79,7 +83,7 @@ def test_the_strategy_is_the_argument_else_the_variable_else_allreduce(monkeypat
 
 
 def test_weight_is_the_sessions() -> None:
-    model, optimizer = mh.prepare(*pair())
+    model, optimizer = mh.prepare(*pair(), batches="slices")
     before = plain.flat(model).clone()
     mh.weight(torch.tensor(0))
     plain.cross_entropy(model, plain.rows(4)).backward()

@@ -37,4 +37,6 @@ def batches_of(given: str | None, strategy: Strategy, *, one_process: bool = Fal
 
 def has_own_exchange(strategy: Strategy) -> bool:
     """Whether gradients take another way than their mean in full precision after each backward: compressed, overlapping, …"""
-    return strategy != type(strategy)()
+    from manyhands.strategies.allreduce import AllReduce
+
+    return strategy != AllReduce()

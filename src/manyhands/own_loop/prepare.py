@@ -109,7 +109,8 @@ def prepare(
         )
     here, chosen = session(), strategy_of(strategy or launched_strategy() or DEFAULT)
     wanted = batches_of(batches or launched_batches(), chosen, one_process=here.worker.shares_process)
-    way = prepare_whole if wanted == WHOLE and here.worker.size > 1 else prepare_slices
+    replicated = wanted == WHOLE and (here.worker.size > 1 or not has_own_exchange(chosen))
+    way = prepare_whole if replicated else prepare_slices
     return way(here, model, optimizer, *others, strategy=chosen)
 
 
@@ -153,10 +154,6 @@ def prepare_whole(session: Session, model: M, optimizer: O, *others: Given, stra
         raise Unsupported(
             "batches=whole replaces torch's functions in each worker's process, and on engine sim all workers are in one: use engine local, or batches=slices"
         )
-    if session.whole is None and session.pairs:
-        raise Unsupported(
-            "this script computes with slices of batches since an earlier mh.prepare: give batches=slices to each, or batches=whole"
-        )
     root = root_of(model)
     check_arguments(root, optimizer, strategy, session.worker)
     for given in others:
@@ -164,12 +161,20 @@ def prepare_whole(session: Session, model: M, optimizer: O, *others: Given, stra
             check_scheduler(given, optimizer)
         else:
             check_loader(given, 1)
+    if session.worker.size == 1:
+        session.prepared += 1
+        return (model, optimizer, *others)
+    if session.whole is None and session.pairs:
+        raise Unsupported(
+            "this script computes with slices of batches since an earlier mh.prepare: give batches=slices to each, or batches=whole"
+        )
     script = session.run_whole()
     script.prepare(root, optimizer)
     if has_own_exchange(strategy):
         pair = Pair(session, model, optimizer, strategy)
         script.average_elsewhere(pair.replica.trainable)
-    session.prepared += 1
+    else:
+        session.prepared += 1
     optimizer.manyhands_trains = True  # type: ignore[attr-defined]
     return (model, optimizer, *others)
 

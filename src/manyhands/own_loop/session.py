@@ -282,8 +282,9 @@ class Session:
         _check_at_hand(newest, fresh)
         rows, exact = 0.0 if self._has_stand_in else newest.rows, all(pair.averages for pair in self.pairs)
         kind = self.loss_kinds.of(roots, rows, together=self.own_pace is None, exact=exact)
-        weight = 1.0 if kind.name == SUM else rows if kind.divisor is None else kind.divisor
-        self._under_way = Backward(weight if rows or kind.name == SUM else 0.0, 1.0 if rows else 0.0, known=True)
+        counted = rows if kind.divisor is None or not rows else kind.divisor  # 0: no target counts, and the loss is NaN
+        weight = 1.0 if kind.name == SUM else counted
+        self._under_way = Backward(weight, 1.0 if rows and weight else 0.0, known=True)
         self._scale_gradients()
         try:
             yield float(self.worker.size) if kind.name == SUM else 1.0

@@ -88,6 +88,9 @@ def test_one_process(shape: str, runs: Runs) -> None:
 def test_what_was_shared_is_said(runs: Runs) -> None:
     whole, said = runs["whole"]["evaluating"].said, runs["slices"]["breaking"].said
     assert whole.count("each of 3 workers computes its rows of a call") == 1
+    assert "reads all rows" not in whole
+    stream = runs["whole"]["stream"].said
+    assert re.search(r"reads all rows of the DataLoader of shapes.py:\d+, for it is a stream", stream)
     assert said.count("Adam steps Sequential") == 1
     assert runs["slices"]["summed"].said.count("the loss is a sum over rows") == 1
 

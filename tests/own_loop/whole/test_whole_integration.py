@@ -1,6 +1,6 @@
 """Workers that see whole batches: a prepared loop is one process's, and workers that differ are named with their lines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,6 +53,61 @@ def test_a_prepared_loop_is_one_process() -> None:
     for strategy in ("allreduce", "allreduce:overlap=true"):
         found = mh.launch(trained, mh.prepare, workers=3, strategy=strategy, batches="whole", engine="local")
         assert all(one == pytest.approx(alone, rel=1e-10, abs=1e-12) for one in found), strategy
+
+
+class Sequences(nn.Module):
+    """[T, B] -> [T · B, 5]; its mask is made at the first call and for another T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.mask = nn.Embedding(5, 4), nn.LSTM(4, 4), torch.zeros(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.mask) != len(x):
+            self.mask = torch.linspace(0, 1, len(x), dtype=torch.float64)[:, None, None]
+        outputs, _ = self.layer(self.words(x) * self.mask)
+        return outputs.flatten(0, 1)
+
+
+def of_other_lengths() -> Iterator[float]:
+    model = Sequences().double()
+    _, optimizer = mh.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+    for length in (6, 6, 4, 1):
+        optimizer.zero_grad()
+        x = torch.randint(5, (length, 7))
+        F.cross_entropy(model(x), x.flatten() % 4).backward()
+        optimizer.step()
+        yield from (p.square().sum().item() for p in model.parameters())
+
+
+def sparse() -> Iterator[float]:
+    model = nn.EmbeddingBag(9, 3, sparse=True).double()
+    _, optimizer = mh.prepare(model, torch.optim.SparseAdam(model.parameters(), 0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randint(9, (7, 2))).square().mean().backward()
+        optimizer.step()
+    yield from model.weight.flatten().tolist()
+
+
+def differentiated_again() -> Iterator[float]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    mh.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.randn(7, 3, dtype=torch.float64)).square().mean().backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in model.parameters())
+    yield from (g.norm().item() for g in torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)[:3])
+
+
+def all_kinds() -> list[float]:
+    torch.manual_seed(0)
+    return [value for kind in (of_other_lengths, sparse, differentiated_again) for value in kind()]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_other_kinds_of_calls_and_gradients() -> None:
+    alone = all_kinds()
+    for found in mh.launch(all_kinds, workers=3, engine="local"):
+        assert found == pytest.approx(alone, rel=1e-9, abs=1e-12)
 
 
 def steps(before: Callable[[nn.Module, int], Any]) -> None:

@@ -57,7 +57,7 @@ class Calls:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begins(module)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _flattened(args, kwargs)
         self._within = True
         try:
             if any(map(_is_symbolic, (next(module.parameters()), *leaves))):
@@ -72,7 +72,7 @@ class Calls:
                 self._same(leaf) if dim is None else self._part(leaf, Shard(dim, rows))
                 for leaf, dim in zip(leaves, plan.inputs, strict=True)
             ]
-            args, kwargs = pytree.tree_unflatten(parts, structure)
+            args, kwargs = (tuple(parts), {}) if structure is _ONE else pytree.tree_unflatten(parts, structure)
             synchronized = self.statistics.of_all_workers() if module.training else nullcontext()
             with synchronized, self._noise if plan.draws else nullcontext():
                 result = _plain(module, *args, **kwargs)
@@ -111,7 +111,7 @@ class Calls:
         return cut(leaf.whole() if isinstance(leaf, Lazy) else leaf, shard, self.workers)
 
     def _outputs(self, result: Any, plan: Plan, rows: int) -> Any:
-        leaves, structure = pytree.tree_flatten(result)
+        leaves, structure = ([result], None) if isinstance(result, Tensor) else pytree.tree_flatten(result)
         done: list[Any] = []
         for leaf, output in zip(leaves, plan.outputs, strict=True):
             if output.reduced:
@@ -121,7 +121,7 @@ class Calls:
                 done.append(ShardedOutput.of(leaf, output.shard(rows, times), self.workers))
             else:
                 done.append(leaf)
-        return pytree.tree_unflatten(done, structure)
+        return done[0] if structure is None else pytree.tree_unflatten(done, structure)
 
     def _summed(self, leaf: Tensor, how: str, rows: int) -> Tensor:
         """This worker's part of a number to which rows were reduced."""
@@ -133,6 +133,16 @@ class Calls:
         total = float(self.workers.sum_(torch.tensor(own, dtype=torch.float64)))
         # without a counted target its mean is NaN, and it stays in the graph all the same
         return leaf * (own / total) if own else torch.where(torch.tensor(True), torch.zeros_like(leaf), leaf)
+
+
+_ONE = pytree.tree_flatten(((None,), {}))[1]
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """(leaves, structure) of a call's arguments: mostly it is one tensor."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return list(args), _ONE
+    return pytree.tree_flatten((args, kwargs))
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -357,5 +358,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
     tolerance = _RELATIVE.get(one.dtype.to_real() if one.is_complex() else one.dtype, 1e-5)
-    largest = float(torch.nan_to_num(other.detach().abs().float(), 0, 0, 0).max()) if other.numel() else 0.0
+    if not other.numel():
+        return True
+    apart, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (one.detach() - other, other.detach()))
+    if math.isfinite(apart) and math.isfinite(largest):
+        return apart <= tolerance * max(largest, 1e-30)
+    largest = float(torch.nan_to_num(other.detach().abs().float(), 0, 0, 0).max())
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(largest, 1e-30), equal_nan=True)

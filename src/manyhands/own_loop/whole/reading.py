@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from manyhands import rng
 from manyhands.data.readers.loaders import generators_of, is_indexed, samplers_of
+from manyhands.errors import calling_line
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import Shard
 from manyhands.own_loop.whole.lazy import ShardedOutput
@@ -29,16 +30,15 @@ _LOOKED_AT = 2  # rows that are read once more, to see whether they draw random 
 class Reading:
     """The passes of a script over its loaders."""
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, say: Callable[[str], None]) -> None:
+        self._workers, self._say = workers, say
         self._by_rows: weakref.WeakKeyDictionary[Any, DataLoader[Any] | None] = weakref.WeakKeyDictionary()
-        self._paused = False
 
     def install(self) -> None:
         reading = self
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            return _iterate(loader) if reading._paused else reading._iterate(loader)
+            return reading._iterate(loader)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
 
@@ -67,29 +67,35 @@ class Reading:
 
     def _shared(self, loader: DataLoader[Any]) -> DataLoader[Any] | None:
         """One that reads this worker's rows; None where that is not known to be the same. A collective."""
-        mine = self._is_row_by_row(loader)
-        if not all(self._workers.group.all_gather_json(mine)):
+        reasons = [why for why in self._workers.group.all_gather_json(self._why_whole(loader)) if why]
+        if reasons:
+            self._say(
+                f"every worker reads all rows of the DataLoader of {calling_line()}, for {reasons[0]}: where reading is dear, take --batches slices"
+            )
             return None
         shared = copy.copy(loader)
         object.__setattr__(shared, "batch_sampler", _OwnRows(loader.batch_sampler, self._workers))
         return shared
 
-    def _is_row_by_row(self, loader: DataLoader[Any]) -> bool:
+    def _why_whole(self, loader: DataLoader[Any]) -> str:
+        """Why a worker's rows are not known to be those of the whole batch; "" where they are."""
         if type(loader).__iter__ is not DataLoader.__iter__ or not is_indexed(loader) or loader.batch_sampler is None:
-            return False
+            return "it is a stream, or makes its batches itself"
         if loader.collate_fn is not default_collate:
-            return False
+            return "its collate_fn is the script's own"
         if not all(type(one).__module__ == "torch.utils.data.sampler" for one in samplers_of(loader)):
-            return False
+            return "its sampler is the script's own"
         states = [(generator, generator.get_state()) for generator in generators_of(loader)]
         try:
             with rng.kept():
                 indices = next(iter(loader.batch_sampler), [])[:_LOOKED_AT]
                 drawn = rng.generator_states()
                 items = [loader.dataset[i] for i in indices]
-                return bool(items) and rng.generator_states() == drawn and _has_tensors_alone(default_collate(items))
-        except Exception:  # noqa: BLE001 - the script's own pass raises it
-            return False
+                if rng.generator_states() != drawn:
+                    return "its rows draw random numbers"
+                return "" if items and _has_tensors_alone(default_collate(items)) else "its rows hold more than numbers"
+        except Exception as error:  # noqa: BLE001 - the script's own pass raises it
+            return f"reading a row raised {type(error).__name__}"
         finally:
             for generator, state in states:
                 generator.set_state(state)

@@ -26,6 +26,7 @@ from manyhands.worker import Worker
 
 _grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
 _add_param_group = torch.optim.Optimizer.add_param_group
+_OWN = __name__.rpartition(".")[0]  # the package whose functions know what is lazy
 _SHOWN = 3  # lines that look at outputs, in what is said at the end
 _LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 
@@ -38,7 +39,7 @@ class WholeScript:
         facts = EqualFacts(self.workers)
         self.calls = Calls(self.workers, self.say, self._meet, facts)
         self.gradients = GradientMeans(self.workers, facts)
-        self.reading = Reading(self.workers)
+        self.reading = Reading(self.workers, self.say)
         self.begins: Callable[[], None] = _nothing
         """Called once, before the first call of a module."""
         self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None
@@ -109,7 +110,8 @@ class WholeScript:
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
             """A script's own function of outputs: it would not see that they are lazy."""
-            args, kwargs = gathered((args, kwargs), function.__name__)
+            if not function.__module__.startswith(_OWN):
+                args, kwargs = gathered((args, kwargs), function.__name__)
             return _apply.__func__(function, *args, **kwargs)
 
         torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment]
