@@ -17,6 +17,7 @@ from manyhands.data.dataframe_rows import DistributedFrame
 from manyhands.engines import engine_of
 from manyhands.engines.base import Engine, LaunchSpec, check_brings, check_count
 from manyhands.engines.driver.row_collector import RowCollector
+from manyhands.engines.torch_settings import WithSettings
 from manyhands.errors import BadInput, ManyhandsError, is_whole
 from manyhands.inference.deal import Deal
 from manyhands.inference.program import Function, Program, call_model, on_cpu
@@ -24,7 +25,6 @@ from manyhands.inference.trained import trained
 from manyhands.recording.run import Run
 from manyhands.signals import sigterm_to
 from manyhands.task import Task, named
-from manyhands.torch_settings import WithSettings
 from manyhands.training.config import check_resources
 
 DEFAULT_BATCH_SIZE = 256

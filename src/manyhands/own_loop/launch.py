@@ -20,10 +20,10 @@ from manyhands.engines.cluster import Cluster, Member, Telling, run
 from manyhands.engines.driver.restarts import Restarts
 from manyhands.engines.driver.run_monitor import USER, line_of
 from manyhands.engines.roles import Roles
+from manyhands.engines.torch_settings import WithSettings
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, ManyhandsError, PeerLost, Preempted, Unsupported, WorkerFailed, users_line
 from manyhands.signals import leave_sigterm_to_the_system, sigterm_came, sigterm_to
-from manyhands.torch_settings import WithSettings
 
 if TYPE_CHECKING:  # they import torch, and the workers' fork server can do that at the same time
     from manyhands.server.base import ServerSpec

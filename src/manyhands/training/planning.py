@@ -17,6 +17,7 @@ from manyhands.data.batch import rows_of
 from manyhands.engines.base import LaunchSpec
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
+from manyhands.engines.torch_settings import WithSettings
 from manyhands.parallel.mesh import piece_bytes
 from manyhands.parallel.planner.linear_cost import LinearCost
 from manyhands.parallel.planner.profile import ModelProfile, message_line, profile_units
@@ -26,7 +27,6 @@ from manyhands.replica.executor import AutogradExecutor
 from manyhands.replica.flat_vector import nbytes, tensors_in
 from manyhands.replica.replica import Replica
 from manyhands.strategies.base import Strategy
-from manyhands.torch_settings import WithSettings
 from manyhands.training.config import TrainConfig
 from manyhands.training.plan import WorkerPlan, first_rows
 from manyhands.worker import Worker

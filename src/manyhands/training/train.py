@@ -28,6 +28,7 @@ from manyhands.engines.driver import supervisor
 from manyhands.engines.driver.restarts import Restarts
 from manyhands.engines.driver.run_monitor import line_of
 from manyhands.engines.survive import Survive
+from manyhands.engines.torch_settings import WithSettings
 from manyhands.errors import BadInput, CallbackFailed, ManyhandsError, Preempted, WorkerFailed
 from manyhands.events import Event
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
@@ -38,7 +39,6 @@ from manyhands.signals import PREEMPTED, sigterm_to
 from manyhands.strategies import spec_of, strategy_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task, named
-from manyhands.torch_settings import WithSettings
 from manyhands.training import run_directory
 from manyhands.training.config import (
     TrainConfig,

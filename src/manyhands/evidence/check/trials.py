@@ -18,6 +18,7 @@ from manyhands.engines.base import Engine, LaunchSpec
 from manyhands.engines.cores import usable_cores
 from manyhands.engines.local.engine import Local
 from manyhands.engines.sim.engine import Sim
+from manyhands.engines.torch_settings import WithSettings
 from manyhands.evidence.check.copies import (
     BUFFERS,
     SLICES,
@@ -37,7 +38,6 @@ from manyhands.rng import mixed
 from manyhands.strategies.allreduce import AllReduce, AllReduceState
 from manyhands.strategies.base import Change, Needs
 from manyhands.task import Task
-from manyhands.torch_settings import WithSettings
 from manyhands.training.plan import WorkerPlan
 from manyhands.training.worker_main import work
 from manyhands.worker import Worker

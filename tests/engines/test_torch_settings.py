@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from manyhands.engines.local.engine import Local
+from manyhands.engines.torch_settings import TorchSettings
 from manyhands.own_loop.launch import launch
-from manyhands.torch_settings import TorchSettings
 
 OTHERS = {
     "dtype": torch.float64,
