@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -97,3 +98,42 @@ def test_ranks_draw_alike_and_the_others_keep_their_own() -> None:
         assert torch.equal(torch.rand(2, generator=generator), first[1])
     assert draw() == own
     assert torch.equal(generator.get_state(), of_first.get_state())  # it has moved on, as rank 0's
+
+
+class OfGpu:
+    """Stands in for a GPU's generator."""
+
+    device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def drawn(self) -> int:
+        return int(torch.randint(1000, (), generator=self._generator))
+
+
+def test_noise_of_a_ranks_own_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, found = OfGpu(), []
+    monkeypatch.setattr(rng, "_generators", lambda: [torch.default_generator, gpu])
+
+    def drawn() -> tuple[int, int]:
+        return int(torch.randint(1000, ())), gpu.drawn()
+
+    for rank in range(2):
+        torch.manual_seed(0)
+        gpu.manual_seed(0)
+        alone = [drawn() for _ in range(3)]
+        torch.manual_seed(0)
+        gpu.manual_seed(0)
+        own, inside, outside = rng.TorchScope(rank), [], []
+        for _ in range(3):
+            outside.append(drawn())
+            with own:
+                inside.append(drawn())
+        assert outside == alone
+        found.append(inside)
+    numbers = [number for rank in found for pair in rank for number in pair]
+    assert len(set(numbers)) == len(numbers) == 12  # no rank and no device draws another one's, or the same again

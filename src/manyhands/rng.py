@@ -155,28 +155,39 @@ class RngScope:
 
 
 class TorchScope:
-    """`with own:` draws torch's CPU numbers from a state of this rank's own; outside the generator stands as if nobody had.
+    """`with own:` draws torch's numbers, on the CPU and on the GPU at hand, from states of this rank's own; outside the
+    generators stand as if nobody had.
 
-    It is seeded by the generator's state where it is first entered, and by `rank`.
+    They are seeded by the CPU generator's state where they are first entered, and by `rank`.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._own: Tensor | None = None
-        self._outside: Tensor | None = None
+        self._own: dict[torch.device, Tensor] = {}
+        self._outside: list[tuple[torch.Generator, Tensor]] = []
 
     def __enter__(self) -> None:
-        self._outside = torch.get_rng_state()
-        if self._own is None:
-            drawn = int(torch.randint(2**62, ()).item())
-            torch.default_generator.manual_seed(mixed((drawn, self._rank)))
-        else:
-            torch.set_rng_state(self._own)
+        self._outside = [(generator, generator.get_state()) for generator in _generators()]
+        drawn = int(torch.randint(2**62, ()).item())
+        for number, (generator, _) in enumerate(self._outside):
+            if (own := self._own.get(generator.device)) is None:
+                generator.manual_seed(mixed((drawn, self._rank, *[number] * bool(number))))
+            else:
+                generator.set_state(own)
 
     def __exit__(self, *error: object) -> None:
-        assert self._outside is not None
-        self._own = torch.get_rng_state()
-        torch.set_rng_state(self._outside)
+        for generator, outside in self._outside:
+            self._own[generator.device] = generator.get_state()
+            generator.set_state(outside)
+        self._outside = []
+
+
+def _generators() -> list[torch.Generator]:
+    """Those that torch's functions draw from in this process: the CPU's, and the GPU's that is at hand."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
 
 
 def _seed_cpu(seed: int) -> None:
