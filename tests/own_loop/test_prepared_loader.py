@@ -426,10 +426,6 @@ UNKNOWN = {
 }
 
 
-def one_row_less(items: list[Any]) -> Any:
-    return default_collate(items[1:])
-
-
 @pytest.mark.filterwarnings("ignore:no optimizer took a step")
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd:period=2"])
 def test_a_backward_of_which_nobody_knows_the_rows(strategy: str) -> None:
@@ -447,7 +443,7 @@ def test_a_backward_of_which_nobody_knows_the_rows(strategy: str) -> None:
             rule.step()
 
     for message, loops in UNKNOWN.items():
-        options = {"collate_fn": one_row_less} if message == OTHER else {}
+        options = {"collate_fn": lambda items: default_collate(items[1:])} if message == OTHER else {}
         for batches in loops:
             with pytest.raises(Unsupported, match=message):
                 together(2, partial(program, batches=batches, stated=False, options=options))

@@ -98,9 +98,23 @@ def differentiated_again() -> Iterator[float]:
     yield from (g.norm().item() for g in torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)[:3])
 
 
+def two_passes_at_once() -> Iterator[float]:
+    """Over one loader, whose process reads ahead; an iterator was left before."""
+    model = nn.Linear(3, 1).double()
+    _, optimizer = mh.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    rows = TensorDataset(torch.randn(17, 3, dtype=torch.float64))
+    loader = DataLoader(rows, 5, shuffle=True, num_workers=1)
+    next(iter(loader))
+    for (x,), (u,) in zip(loader, loader, strict=True):
+        optimizer.zero_grad()
+        (model(x).square().mean() + model(u).mean()).backward()
+        optimizer.step()
+        yield from model.weight.flatten().tolist()
+
+
 def all_kinds() -> list[float]:
     torch.manual_seed(0)
-    return [value for kind in (of_other_lengths, sparse, differentiated_again) for value in kind()]
+    return [value for kind in (of_other_lengths, sparse, differentiated_again, two_passes_at_once) for value in kind()]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

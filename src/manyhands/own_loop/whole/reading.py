@@ -53,12 +53,12 @@ class Reading:
             return _iterate(loader)
         parts = shared.batch_sampler
         assert isinstance(parts, _OwnRows)
-        parts.rows.clear()
-        return self._wrapped(_iterate(shared), parts)
+        asked = parts.rows = deque[int | None]()  # of this pass: another one may be under way
+        return self._wrapped(_iterate(shared), asked)
 
-    def _wrapped(self, batches: Iterator[Any], parts: _OwnRows) -> Iterator[Any]:
+    def _wrapped(self, batches: Iterator[Any], asked: deque[int | None]) -> Iterator[Any]:
         for batch in batches:
-            rows = parts.rows.popleft()
+            rows = asked.popleft()
             yield batch if rows is None else self._batch(batch, rows)
 
     def _batch(self, batch: Any, rows: int) -> Any:
@@ -106,7 +106,7 @@ def _has_tensors_alone(batch: Any) -> bool:
 
 
 class _OwnRows:
-    """A batch sampler that gives this worker's rows of each batch; `rows` of them were asked for, in order; None: all."""
+    """A batch sampler that gives this worker's rows of each batch; of so many `rows` it was asked, in order; None: all."""
 
     def __init__(self, plain: Any, workers: Workers) -> None:
         self._plain, self._workers = plain, workers
@@ -121,12 +121,15 @@ class _OwnRows:
         return getattr(self._plain, name)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return self._parts(self.rows)
+
+    def _parts(self, asked: deque[int | None]) -> Iterator[list[Any]]:
         for batch in self._plain:
             batch = list(batch)
             if len(batch) < self._workers.size:
-                self.rows.append(None)
+                asked.append(None)
                 yield batch
                 continue
             start, own = self._workers.own_rows(len(batch))
-            self.rows.append(len(batch))
+            asked.append(len(batch))
             yield batch[start : start + own]
