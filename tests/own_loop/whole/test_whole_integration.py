@@ -102,8 +102,7 @@ def two_passes_at_once() -> Iterator[float]:
     """Over one loader, whose process reads ahead; an iterator was left before."""
     model = nn.Linear(3, 1).double()
     _, optimizer = mh.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    rows = TensorDataset(torch.randn(17, 3, dtype=torch.float64))
-    loader = DataLoader(rows, 5, shuffle=True, num_workers=1)
+    loader = DataLoader(TensorDataset(torch.randn(17, 3, dtype=torch.float64)), 5, shuffle=True, num_workers=1)
     next(iter(loader))
     for (x,), (u,) in zip(loader, loader, strict=True):
         optimizer.zero_grad()
@@ -124,10 +123,10 @@ def test_other_kinds_of_calls_and_gradients() -> None:
         assert found == pytest.approx(alone, rel=1e-9, abs=1e-12)
 
 
-def steps(before: Callable[[nn.Module, int], Any]) -> None:
+def steps(before: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(6, 1)
-    mh.prepare(model, torch.optim.SGD(model.parameters(), 0.1), batches="whole")
+    model, rate = nn.Linear(6, 1), 0.1 + (before == "rates") * mh.worker().rank
+    mh.prepare(model, torch.optim.SGD(model.parameters(), rate), batches="whole")
     for step in range(12):
         x = before(model, step)
         model(x if isinstance(x, torch.Tensor) else ONES).mean().backward()
@@ -145,7 +144,8 @@ def looks_in_a_thread(model: nn.Module, step: int) -> None:
         pool.submit(model(ONES).tolist).result()
 
 
-SAYS = {
+SAYS: dict[Any, str] = {
+    "rates": "worker 1 on .* differs from worker 0: the optimizer's lr is 1.1",
     looks_in_a_thread: "a thread of the script looks at an output of a call that workers have cut",
     lambda *_: torch.full((8, 6), float(mh.worker().rank)): "other values: argument 0 of this call is .* on worker 1",
     lambda _, step: torch.full((8, 6), float(step == 2 and mh.worker().rank)): r"of Linear in test_whole.*py:\d+ is",
@@ -156,6 +156,6 @@ SAYS = {
 
 
 @pytest.mark.parametrize("before", SAYS)
-def test_workers_that_differ_are_named(before: Callable[..., Any]) -> None:
+def test_workers_that_differ_are_named(before: Any) -> None:
     with pytest.raises(ManyhandsError, match=SAYS[before]):
         mh.launch(steps, before, workers=2, engine="local")

@@ -22,6 +22,7 @@ from manyhands.own_loop.whole.gradients import GradientMeans
 from manyhands.own_loop.whole.lazy import gathered
 from manyhands.own_loop.whole.reading import Reading
 from manyhands.own_loop.whole.sharded_functions import parts_of
+from manyhands.replica import fingerprint
 from manyhands.worker import Worker
 
 _grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
@@ -60,8 +61,10 @@ class WholeScript:
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Every worker gets worker 0's model. A collective of all workers.
 
-        Raises BadInput where the workers' models differ in more than values.
+        Raises BadInput where the workers' models differ in more than values, or their code, libraries or rates differ.
         """
+        facts = lambda: fingerprint.of_code(model, optimizer) | fingerprint.of_optimizer(optimizer)  # noqa: E731
+        fingerprint.compare(self.worker, facts)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         check_same_shapes(self.worker, [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors])
         with torch.no_grad():
