@@ -135,10 +135,10 @@ def check_same_shapes(worker: Worker, tensors: list[str]) -> None:
             )
 
 
-def facts_of(replica: Replica, strategy: Strategy) -> fingerprint.Facts:
+def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> fingerprint.Facts:
     """The code and libraries of this worker's program; its rates too where every step must be equal on all workers."""
-    facts = fingerprint.of_code(replica.model, replica.optimizer)
-    return facts | (fingerprint.of_optimizer(replica.optimizer) if strategy.needs.mean_gradient else {})
+    facts = fingerprint.of_code(model, optimizer)
+    return facts | (fingerprint.of_optimizer(optimizer) if strategy.needs.mean_gradient else {})
 
 
 def check_alike(replica: Replica, strategy: Strategy, group: Group) -> None:

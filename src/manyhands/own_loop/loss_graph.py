@@ -89,8 +89,8 @@ def over_rows(loss: Tensor, rows: float) -> OverRows:
         return (
             OverRows(SUM) if alone else OverRows(MIXED, why="a part of it is a sum over rows, and another part is none")
         )
-    if weighted and not kinds and len(found := {float(node._saved_total_weight) for node in weighted}) == 1:
-        return OverRows(MEAN, found.pop())
+    if weighted and not kinds and (divisor := _one_divisor(weighted)) is not None:
+        return OverRows(MEAN, divisor)
     if not all(map(_counts_rows, weighted)):
         return OverRows(
             MIXED, why="one part of it divides by the targets that count, and another part by another number"
@@ -138,11 +138,14 @@ def _sizes(node: Node) -> tuple[int, ...]:
 def divisor_of(loss: Tensor) -> float | None:
     """What the mean of a loss divides by, where that is cross entropy's or nll_loss's sum of class weights over the
     targets that are not ignored; None where it is none of these, or has terms that divide by another number."""
-    found = set[float]()
-    for node, _ in _terms(loss.grad_fn):
-        if not (_name(node) in _CLASS_LOSSES and node._saved_reduction == _MEAN):
-            return None
-        found.add(float(node._saved_total_weight))
+    terms = [node for node, _ in _terms(loss.grad_fn)]
+    means = all(_name(node) in _CLASS_LOSSES and node._saved_reduction == _MEAN for node in terms)
+    return _one_divisor(terms) if means else None
+
+
+def _one_divisor(means: Sequence[Node]) -> float | None:
+    """What means of cross entropy or nll_loss divide by; None where they divide by several numbers."""
+    found = {float(node._saved_total_weight) for node in means}
     return found.pop() if len(found) == 1 else None
 
 
@@ -229,9 +232,9 @@ def _leaves_first(node: Node, name: str) -> bool:
         return True
     n = len(node._input_metadata[0].shape)  # of the result
     if name == "Permute":
-        return not n or node._saved_dims[0] % 2**64 in (0, 2**64 - n)
+        return not n or _is_first(node._saved_dims[0], n)
     dims = [node._saved_dim0, node._saved_dim1] if name == "Transpose" else [node._saved_dim]
-    return all(dim % 2**64 not in (0, 2**64 - n) for dim in dims)
+    return not any(_is_first(dim, n) for dim in dims)
 
 
 def rows_meet(loss: Tensor) -> bool:
@@ -268,6 +271,10 @@ def _has_layers(node: Node) -> bool:
 
 def _keeps_first(node: Node) -> bool:
     """Of a mean, a sum or a variance: whether the first dimension stays."""
-    dims = getattr(node, "_saved_dim", None)
-    n = len(_sizes(node))
-    return bool(dims) and not any(dim in (0, -n, 2**64 - n) for dim in dims or ())  # saved without a sign
+    dims, n = getattr(node, "_saved_dim", None), len(_sizes(node))
+    return bool(dims) and not any(_is_first(dim, n) for dim in dims or ())
+
+
+def _is_first(dim: int, dims: int) -> bool:
+    """Of a dimension that was counted from behind or not, and saved with its sign or without."""
+    return dim % 2**64 in (0, 2**64 - dims)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from manyhands.errors import Line, Unsupported
 from manyhands.own_loop.backward_watch import Roots
 from manyhands.own_loop.loss_graph import EITHER, MEAN, MIXED, SUM, UNKNOWN, OverRows, over_rows, rows_meet
+from manyhands.own_loop.rank_zero import RankZeroLines
 from manyhands.worker import Worker
 
 _MEETING = "rows of a batch look at each other in it (a product or a variance over the batch)"
@@ -29,7 +29,7 @@ class LossKinds:
     """By the line of a backward, agreed on by all workers at the first one there."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self._worker, self._say = worker, RankZeroLines(worker.rank)
         self._known: dict[Line, str] = {}
 
     def of(self, roots: Roots, rows: float, *, together: bool, exact: bool) -> LossKind:
@@ -63,13 +63,13 @@ class LossKinds:
         if why:
             raise Unsupported(f"slices of a batch do not show what this loss is over the whole batch: {why}. {_REMEDY}")
         found = SUM if SUM in kinds else MEAN
-        if self._worker.rank == 0 and (found == SUM or UNKNOWN in kinds):
+        if found == SUM or UNKNOWN in kinds:
             taken = (
                 "a sum over rows, so the workers' gradients are added"
                 if found == SUM
                 else "taken as a mean over rows: mh.weight says otherwise"
             )
-            sys.stderr.write(f"manyhands: {roots.line}: the loss is {taken}\n")
+            self._say(f"{roots.line}: the loss is {taken}")
         return found
 
 

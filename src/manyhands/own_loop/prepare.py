@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -19,13 +20,14 @@ from manyhands.engines.own_rules import list_rule
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop import prepared_loader
-from manyhands.own_loop.argument_checks import check_arguments, root_of
+from manyhands.own_loop.argument_checks import check_arguments, facts_of, root_of
 from manyhands.own_loop.batches import WHOLE, batches_of, has_own_exchange
 from manyhands.own_loop.launch import launched_batches, launched_strategy
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
 from manyhands.own_loop.prepared_loader import check_loader, cut_rows, warn_of_whole_items
 from manyhands.own_loop.rank_zero import mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
+from manyhands.replica import fingerprint
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
@@ -174,6 +176,7 @@ def prepare_whole(session: Session, model: M, optimizer: O, *others: Given, stra
         pair = Pair(session, model, optimizer, strategy)
         script.average_elsewhere(pair.replica.trainable)
     else:
+        fingerprint.compare(session.worker, partial(facts_of, root, optimizer, strategy))
         session.prepared += 1
     optimizer.manyhands_trains = True  # type: ignore[attr-defined]
     return (model, optimizer, *others)

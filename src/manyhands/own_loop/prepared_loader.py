@@ -143,10 +143,7 @@ class PreparedLoader(Iterable[Any]):
         session = self.session
         try:
             for share in shares:
-                clear = (
-                    share.rows is None or share.stand_in or not {share.rows, None}.isdisjoint(_row_counts(share.batch))
-                )
-                session.begin_batch(iteration, share.rows, clear=clear, stand_in=share.stand_in)
+                session.begin_batch(iteration, share.rows, clear=_has_its_rows(share), stand_in=share.stand_in)
                 yield share.batch
                 session.end_batch(iteration)
             session.end_pass(iteration)
@@ -495,10 +492,12 @@ def _counted(shares: Iterator[Share], progress: PassProgress) -> Iterator[Share]
             yield share
 
 
-def _row_counts(batch: Any) -> set[int | None]:
-    """What its columns may count rows by, their first two dimensions; None where there are no columns."""
-    counts = {n for _, column in columns(batch) for n in getattr(column, "shape", [len(column)])[:2]}
-    return counts or {None}
+def _has_its_rows(share: Share) -> bool:
+    """Whether one of the first two dimensions of its columns counts the rows that were read, as far as anybody asks."""
+    if share.rows is None or share.stand_in:
+        return True
+    counts = {n for _, column in columns(share.batch) for n in getattr(column, "shape", [len(column)])[:2]}
+    return not counts or share.rows in counts
 
 
 def _taken(column: Any, rows: list[int]) -> Any:

@@ -70,6 +70,18 @@ class _FirstsOutput:
         return getattr(self._output, name)
 
 
+class RankZeroLines:
+    """`say(text)`: a line of worker 0 on standard error, once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._texts = rank, set[str]()
+
+    def __call__(self, text: str) -> None:
+        if self._rank == 0 and text not in self._texts:
+            self._texts.add(text)
+            sys.stderr.write(f"manyhands: {text}\n")
+
+
 def _rank_now() -> int | None:
     worker = current()
     return None if worker is None else worker.rank

@@ -419,7 +419,7 @@ class Pair:
         self._hooks: list[Any] = []
         with self._exchanging():
             check_alike(self.replica, strategy, self.worker.group)
-            fingerprint.compare(self.worker, partial(facts_of, self.replica, strategy))
+            fingerprint.compare(self.worker, partial(facts_of, model, optimizer, strategy))
             self.state = strategy.start(self.replica, self.worker)
             strategy.synchronize(self.replica, self.worker, self.state, Change(generation=self.worker.generation))
         self.replica.control.place = session.batches

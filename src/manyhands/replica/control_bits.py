@@ -10,8 +10,19 @@ from manyhands.worker import Worker
 MORE, STOP, REGROUP = 1, 2, 4
 CONTROL_BITS = 2  # where members never change; see `ControlBits.width`
 _PLACE_BITS = 16
-_PLACES = (1 << _PLACE_BITS) - 1
 SYNC_EVERY_S, SYNC_AT_MOST_TICKS = 1.0, 256  # a stop is received within about so many seconds, and within so many ticks
+
+
+def with_inverse(number: int, width: int) -> int:
+    """The last `width` bits of a number, and above them their inverse. Joined by OR, some bit is in both where workers'
+    numbers differ: see `have_differed`."""
+    mask = (1 << width) - 1
+    return number & mask | (~number & mask) << width
+
+
+def have_differed(bits: int, width: int) -> bool:
+    """Whether the numbers differ of which these bits are the OR."""
+    return bool(bits & bits >> width & (1 << width) - 1)
 
 
 class ControlBits:
@@ -36,8 +47,7 @@ class ControlBits:
     def own(self) -> int:
         """What this worker sends."""
         bits = (MORE if self.more else 0) | (STOP if self.stop else 0) | (REGROUP if self.regroup else 0)
-        place = self.place & _PLACES  # and its inverse: joined by OR, some bit is in both where places differ
-        return bits | (place | (_PLACES - place) << _PLACE_BITS) << self._first if self._compares else bits
+        return bits | with_inverse(self.place, _PLACE_BITS) << self._first if self._compares else bits
 
     @property
     def any_rank_has_rows(self) -> bool:
@@ -55,8 +65,7 @@ class ControlBits:
         """Take note of the control bits that came back from an exchange."""
         self.received |= total.bits & ((1 << self._first) - 1)
         if self._compares:
-            places = total.bits >> self._first
-            self.apart = self.apart or bool(places & places >> _PLACE_BITS & _PLACES)
+            self.apart = self.apart or have_differed(total.bits >> self._first, _PLACE_BITS)
         return total
 
     def restart(self) -> None:

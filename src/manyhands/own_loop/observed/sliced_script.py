@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -21,6 +20,7 @@ from manyhands.own_loop.observed.drift import DriftCheck
 from manyhands.own_loop.observed.modules import outermost_modules, replaced, stepped_by
 from manyhands.own_loop.prepare import prepare_slices
 from manyhands.own_loop.prepared_loader import PreparedLoader
+from manyhands.own_loop.rank_zero import RankZeroLines
 from manyhands.own_loop.session import AtHand, Pair, Session
 from manyhands.strategies.base import Strategy
 
@@ -48,7 +48,7 @@ class SlicedScript:
         self._drift = DriftCheck(self.group)
         self._alike = True  # all ranks draw worker 0's numbers
         self._diverged = 0
-        self._said: set[str] = set()
+        self._say = RankZeroLines(self.worker.rank)
         self._loading = False  # what is iterated now is not the script's iterating
         self._given: Line | None = None  # with own batches: where a loader is iterated
 
@@ -87,12 +87,6 @@ class SlicedScript:
         self._open = [loader for loader in self._open if loader not in over]
         for loader in over:
             loader.finish()
-
-    def _say(self, text: str) -> None:
-        """One line of worker 0 on standard error, once."""
-        if self.worker.rank == 0 and text not in self._said:
-            sys.stderr.write(f"manyhands: {text}\n")
-        self._said.add(text)
 
     def explain(self, error: Exception) -> str | None:
         """Why an error of the script is a refusal, if it is one that slices of a batch made."""

@@ -5,7 +5,6 @@ Source: Ioffe and Szegedy, Batch normalization: accelerating deep network traini
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ class Statistics:
     """Which mean and variance `torch.nn.functional.batch_norm` takes while it trains: see `of_all_workers`, `kept`, `given`."""
 
     def __init__(self, workers: Workers) -> None:
-        self._workers, self._thread = workers, threading.get_ident()
+        self._workers = workers
         self._way: Any = None
         self._kept: deque[tuple[Tensor, Tensor, int]] = deque()
 
@@ -67,7 +66,7 @@ class Statistics:
         eps: float = 1e-5,
     ) -> Tensor:
         """In place of torch.nn.functional.batch_norm."""
-        if not training or self._way is None or threading.get_ident() != self._thread:
+        if not training or self._way is None or not self._workers.in_own_thread:
             return _plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         mean, variance, count = self._way(input)
         if running_mean is not None and running_var is not None:

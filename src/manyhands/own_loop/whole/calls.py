@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,7 +34,6 @@ class Calls:
         self.workers, self._say, self._begins, self._facts = workers, say, begins, facts
         self.statistics = Statistics(workers)
         self._within = False
-        self._thread = threading.get_ident()
         self._plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan | Whole]] = weakref.WeakKeyDictionary()
         self._noise = rng.TorchScope(workers.rank)
 
@@ -43,7 +41,7 @@ class Calls:
         """From now on calls of modules are this one's."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._within or threading.get_ident() != self._thread or not _has_parameters(module):
+            if self._within or not self.workers.in_own_thread or not _has_parameters(module):
                 return _plain(module, *args, **kwargs)
             return self._call(module, args, kwargs)
 

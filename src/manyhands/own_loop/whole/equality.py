@@ -11,11 +11,11 @@ from torch import Tensor
 from manyhands.errors import BadInput, Line, ManyhandsError
 from manyhands.own_loop.first_step_checks import checksum
 from manyhands.own_loop.whole.exchange import Workers
+from manyhands.replica.control_bits import have_differed, with_inverse
 
 _CHECK = 32
 CHECK_BITS = 2 * _CHECK
-"""Of a check sum and of its inverse. Joined by OR, some bit is in both if the workers' check sums differ."""
-_MASK = (1 << _CHECK) - 1
+"""Of a check sum and of its inverse."""
 _SAMPLED = 512  # elements of a tensor that a digest looks at
 _FIRST, _EVERY = (1, 10, 100), 1000  # backwards at which parameters are compared
 
@@ -45,7 +45,7 @@ class EqualFacts:
         found = zlib.crc32(str(line).encode())
         for digest in [*self._facts.values(), *self._parameters.values()]:
             found = zlib.crc32(digest.to_bytes(4, "little"), found)
-        return found | (~found & _MASK) << _CHECK
+        return with_inverse(found, _CHECK)
 
     def compare(self, bits: int, line: Line) -> None:
         """bits: the OR of all workers' `check_of`. A collective where they differ.
@@ -54,7 +54,7 @@ class EqualFacts:
         other inputs.
         """
         facts, self._facts = self._facts, {}
-        if not bits & bits >> _CHECK & _MASK:
+        if not have_differed(bits, _CHECK):
             return
         own = {
             "line": str(line),

@@ -59,9 +59,8 @@ class Leaves:
         """(number, leaf) of all that live, or of those."""
         for number in list(self._references) if numbers is None else numbers:
             reference = self._references.get(number)
-            if (
-                reference is not None and (leaf := reference()) is not None and leaf.is_leaf
-            ):  # else it was changed in place
+            leaf = None if reference is None else reference()
+            if leaf is not None and leaf.is_leaf:  # else it is gone, or was changed in place
                 yield number, leaf
 
 
@@ -82,11 +81,16 @@ class Workers:
         self.gathered: dict[tuple[str, Line], Gathered] = {}  # by function and line that looked at an output
         self.looking = ""  # the function of torch that needs a whole output
         self.leaves = Leaves()  # whose gradients are of each worker's rows
-        self._thread = threading.current_thread()
+        self._thread = threading.get_ident()
+
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether the script's thread runs: in others workers would come in no common order."""
+        return threading.get_ident() == self._thread
 
     def check_thread(self) -> None:
-        """Unsupported in another thread than the script's, where workers would come in no common order."""
-        if threading.current_thread() is not self._thread:
+        """Unsupported in another thread than the script's."""
+        if not self.in_own_thread:
             raise Unsupported(
                 "a thread of the script looks at an output of a call that workers have cut, and only the thread that computed it can gather it from them: look "
                 'at it there (loss.item()), and hand the number on, or let each worker have its own rows: batches="slices"'

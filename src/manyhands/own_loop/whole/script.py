@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from manyhands import rng, units
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import calling_line
 from manyhands.own_loop.argument_checks import check_same_shapes
+from manyhands.own_loop.rank_zero import RankZeroLines
 from manyhands.own_loop.whole.calls import Calls
 from manyhands.own_loop.whole.equality import EqualFacts
 from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
@@ -22,7 +22,6 @@ from manyhands.own_loop.whole.gradients import GradientMeans
 from manyhands.own_loop.whole.lazy import gathered
 from manyhands.own_loop.whole.reading import Reading
 from manyhands.own_loop.whole.sharded_functions import parts_of
-from manyhands.replica import fingerprint
 from manyhands.worker import Worker
 
 _grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
@@ -37,6 +36,7 @@ class WholeScript:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.workers = worker, Workers(worker.mesh.data)
+        self.say = RankZeroLines(self.workers.rank)
         facts = EqualFacts(self.workers)
         self.calls = Calls(self.workers, self.say, self._meet, facts)
         self.gradients = GradientMeans(self.workers, facts)
@@ -47,24 +47,15 @@ class WholeScript:
         """Called with the optimizers that were made since, before the next call of a module and before a backward."""
         self.backwards = 0
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._said: set[str] = set()
         self._behind: Any = None  # torch.autograd.backward, while this one is installed
-
-    def say(self, text: str) -> None:
-        """On worker 0, once."""
-        if self.workers.rank == 0 and text not in self._said:
-            self._said.add(text)
-            sys.stderr.write(f"manyhands: {text}\n")
 
     # -- leaves --------------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Every worker gets worker 0's model. A collective of all workers.
 
-        Raises BadInput where the workers' models differ in more than values, or their code, libraries or rates differ.
+        Raises BadInput where the workers' models differ in more than values.
         """
-        facts = lambda: fingerprint.of_code(model, optimizer) | fingerprint.of_optimizer(optimizer)  # noqa: E731
-        fingerprint.compare(self.worker, facts)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         check_same_shapes(self.worker, [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors])
         with torch.no_grad():
