@@ -111,16 +111,13 @@ class OfGpu:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
-    def drawn(self) -> int:
-        return int(torch.randint(1000, (), generator=self._generator))
-
 
 def test_noise_of_a_ranks_own_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, found = OfGpu(), []
     monkeypatch.setattr(rng, "_generators", lambda: [torch.default_generator, gpu])
 
     def drawn() -> tuple[int, int]:
-        return int(torch.randint(1000, ())), gpu.drawn()
+        return int(torch.randint(1000, ())), int(torch.randint(1000, (), generator=gpu._generator))
 
     for rank in range(2):
         torch.manual_seed(0)

@@ -118,10 +118,12 @@ def test_tensorboard_beside_the_chief(local: Local, tmp_path: Path, caplog: pyte
         return [int(pid) for pid, line in lines.items() if all(word.encode() in line for word in wanted)]
 
     def program(cluster: Cluster) -> tuple[int, int]:
-        url = tmp_path / "url"
-        wait_until(url.exists, 60)
+        wait_until((url := tmp_path / "url").exists, 60)
         with urllib.request.urlopen(url.read_text(), timeout=30) as page:
-            return len(boards()), page.status
+            seen = len(boards()), page.status
+        (tmp_path / f"seen {cluster.index}").touch()
+        wait_until(lambda: len(list(tmp_path.glob("seen *"))) == 2, 60)  # it ends with the chief
+        return seen
 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
