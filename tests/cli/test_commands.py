@@ -232,6 +232,8 @@ def test_roles_of_another_frameworks_cluster_and_ways_to_run_that_cannot_be() ->
         (["--auto", "--batches", "whole", "-s", "downpour"], "each worker's model is its own"),
         (["--batches", "some"], "batches must be whole or slices"),
         (["--auto", "--own-batches", "--batches", "whole"], "leave one of them out"),
+        (["--auto", "--read", "columns"], "--read must be rows or whole, not 'columns'"),
+        (["--auto", "--read", "rows", "--batches", "slices"], "of slices each worker reads its rows"),
     ):
         refused(says, "run", *words, "script.py")
 

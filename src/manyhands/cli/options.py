@@ -21,7 +21,7 @@ from manyhands.engines.roles import TRAINING, WORKER, Roles
 from manyhands.engines.survive import Survive
 from manyhands.engines.torchrun import launchers
 from manyhands.errors import BadInput, whole_of
-from manyhands.own_loop.batches import WHOLE, batches_of, check_batches
+from manyhands.own_loop.batches import WHOLE, batches_of, check_batches, check_read
 from manyhands.own_loop.observed.script import (
     DISTRIBUTED,
     KERAS,
@@ -171,6 +171,14 @@ Batches = Annotated[
         "--batches",
         metavar="whole|slices",
         help="What each worker's loop sees of a batch: all of it (calls of its models are cut by rows), or its slice, which is all that strategies have whose workers' models differ.",
+    ),
+]
+Read = Annotated[
+    str | None,
+    _unchanged(
+        "--read",
+        metavar="rows|whole",
+        help="What each worker reads of a DataLoader's batch, with --batches whole; default: its rows, where they are shown to make the batch.",
     ),
 ]
 OwnBatches = Annotated[
@@ -553,13 +561,14 @@ def observation_of(
     verify: int | None,
     batches: str | None,
     own_batches: bool,
+    read: str | None,
     share_gpu: bool,
     workers: int | None,
     strategy: str,
     roles: str | None,
     engine: str,
 ) -> Observation | None:
-    """What --auto, --as, --verify, --batches and --own-batches say of a script that knows of no workers; None: it knows of them."""
+    """What --auto, --as, --verify, --batches, --own-batches and --read say of a script that knows of no workers; None: it knows of them."""
     if runs_as is not None and runs_as not in KINDS:
         raise BadInput(f"--as must be one of {', '.join(KINDS)}; not {runs_as!r}")
     if runs_as is not None and roles is not None:
@@ -567,10 +576,10 @@ def observation_of(
     if auto and roles is not None:
         raise BadInput("--auto watches a loop, and --roles starts another framework's cluster: leave one of them out")
     check_batches(batches)
+    check_read(read)
+    of_loops = {"--verify": verify is not None, "--own-batches": own_batches, "--read": read is not None}
     if not auto and runs_as is None:
-        asked = {"--verify": verify is not None, "--own-batches": own_batches, "--share-gpu": share_gpu}
-        given = next((option for option, one in asked.items() if one), "")
-        if given:
+        if given := _first_given({**of_loops, "--share-gpu": share_gpu}):
             raise BadInput(f"{given} is of a script that knows of no workers: add --auto")
         return None
     gpus = visible_gpus()
@@ -582,6 +591,8 @@ def observation_of(
         raise BadInput(
             "--own-batches gives each worker a batch of its own, and --batches whole the same to all: leave one of them out"
         )
+    if read is not None and not _sees_whole(batches, own_batches, strategy):
+        raise BadInput(f"--read {read} is of whole batches, and of slices each worker reads its rows: leave it out")
     if batches == WHOLE:
         _sees_whole(batches, own_batches, strategy)
     if auto and kind != DISTRIBUTED and engine != "local" and not _sees_whole(batches, own_batches, strategy):
@@ -590,8 +601,7 @@ def observation_of(
         )
     if verify is not None and verify < 1:
         raise BadInput(f"--verify takes the number of steps to compare, at least 1, not {verify}")
-    if kind != LOOP and (verify is not None or own_batches):
-        given = "--verify" if verify is not None else "--own-batches"
+    if kind != LOOP and (given := _first_given(of_loops)):
         raise BadInput(f"{given} is of a loop, and {script} runs as {kind}: leave it out, or give --as loop")
     if own_batches and verify is not None:
         raise BadInput(
@@ -601,7 +611,13 @@ def observation_of(
         check_exact(strategy)
     if runs_as is None and kind != LOOP:
         typer.echo(f"manyhands: {script.name} is run as {kind} (--as decides otherwise)", err=True)
-    return Observation(kind=kind, batches=batches, own_batches=own_batches, verify=verify or 0, chosen=runs_as is None)
+    return Observation(
+        kind=kind, batches=batches, own_batches=own_batches, read=read, verify=verify or 0, chosen=runs_as is None
+    )
+
+
+def _first_given(options: dict[str, bool]) -> str:
+    return next((option for option, given in options.items() if given), "")
 
 
 def _sees_whole(batches: str | None, own_batches: bool, strategy: str) -> bool:
@@ -632,6 +648,7 @@ def around_of(
         strategy,
         batches=observation.batches,
         own_batches=observation.own_batches,
+        read=observation.read,
         may_make_group=observation.kind == DISTRIBUTED,
         timeout_s=timeout_s,
     )

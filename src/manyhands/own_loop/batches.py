@@ -10,12 +10,19 @@ if TYPE_CHECKING:  # it imports torch
     from manyhands.strategies.base import Strategy
 
 WHOLE, SLICES = "whole", "slices"
+ROWS = "rows"
 
 
 def check_batches(given: str | None) -> None:
     """BadInput for another word than `whole` and `slices`."""
     if given not in (None, WHOLE, SLICES):
         raise BadInput(f"batches must be {WHOLE} or {SLICES}, not {given!r}")
+
+
+def check_read(given: str | None) -> None:
+    """BadInput for another word than `rows` and `whole`."""
+    if given not in (None, ROWS, WHOLE):
+        raise BadInput(f"--read must be {ROWS} or {WHOLE}, not {given!r}")
 
 
 def batches_of(given: str | None, strategy: Strategy, *, one_process: bool = False) -> str:

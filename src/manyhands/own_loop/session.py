@@ -143,10 +143,12 @@ class Session:
         """Of the loader whose batch is at hand, where workers go at their own pace: they may exchange through no group."""
         return next((one.progress for one in reversed(self._at_hand) if one.progress is not None), None)
 
-    def run_whole(self) -> WholeScript:
-        """From now on every worker computes with whole batches, and calls of modules are cut by rows. A collective, once."""
+    def run_whole(self, read: str | None = None) -> WholeScript:
+        """From now on every worker computes with whole batches, and calls of modules are cut by rows. A collective, once.
+
+        read: `rows` or `whole`, of a DataLoader's batches; None: rows where they are known to make the batch."""
         if self.whole is None:
-            self.whole = WholeScript(self.worker)
+            self.whole = WholeScript(self.worker, read)
             self.whole.install()
         return self.whole
 

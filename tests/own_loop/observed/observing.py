@@ -28,6 +28,7 @@ class Program:
     strategy: str = "allreduce"
     batches: str | None = None
     own_batches: bool = False
+    read: str | None = None
 
     @property
     def path(self) -> str:
@@ -57,7 +58,8 @@ def run_one(program: Program, folder: Path, observed: bool) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            around = Observed(program.strategy, program.batches, program.own_batches) if observed else None
+            how = program.strategy, program.batches, program.own_batches, program.read
+            around = Observed(*how) if observed else None
             with around(program.path) if around else contextlib.nullcontext():
                 run_as_main(program.path, [*program.args, "--dump", str(dump)])
         except PeerLost:

@@ -43,6 +43,7 @@ class Observation:
     kind: str = LOOP
     batches: str | None = None
     own_batches: bool = False
+    read: str | None = None
     verify: int = 0  # so many steps are compared with one process's first; 0: none
     chosen: bool = False  # by its text
 
@@ -119,6 +120,8 @@ class Observed:
     """What each worker's loop sees: see `own_loop.batches.batches_of`."""
     own_batches: bool = False
     """Each worker draws batches of its own, which together are one."""
+    read: str | None = None
+    """What each worker reads of a batch: see `Session.run_whole`."""
     may_make_group: bool = False
     """Until it makes a group of processes: then it is no loop of one process."""
     timeout_s: float = 300.0
@@ -153,7 +156,7 @@ class Observed:
     def _whole(self, own: Session, strategy: Strategy) -> Iterator[None]:
         from manyhands.own_loop.observed.modules import pairs_for
 
-        script = own.run_whole()
+        script = own.run_whole(self.read)
         if has_own_exchange(strategy):
             script.prepares = pairs_for(own, strategy)
         try:

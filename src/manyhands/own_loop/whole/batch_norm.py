@@ -26,12 +26,6 @@ class Statistics:
         self._way: Any = None
         self._kept: deque[tuple[Tensor, Tensor, int]] = deque()
 
-    def install(self) -> None:
-        nn.functional.batch_norm = self._batch_norm
-
-    def remove(self) -> None:
-        nn.functional.batch_norm = _plain
-
     def of_all_workers(self) -> Any:
         """Within, those of all workers' rows. Each use is a collective."""
         return self._set(self._synchronized)
@@ -46,14 +40,22 @@ class Statistics:
         self._left = deque(self._kept)
         return self._set(self._given)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """Those of `kept`."""
+        return [tensor for mean, variance, _ in self._kept for tensor in (mean, variance)]
+
     @contextmanager
     def _set(self, way: Any) -> Iterator[None]:
         before, self._way = self._way, way
+        nn.functional.batch_norm = self._batch_norm
         try:
             yield
         finally:
             self._way = before
+            nn.functional.batch_norm = _plain
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _batch_norm(
         self,
         input: Tensor,

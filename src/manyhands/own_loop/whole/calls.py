@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +18,53 @@ from manyhands.own_loop.loss_graph import divisor_of
 from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers, cut, replicated
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import Shard, flattened
 from manyhands.own_loop.whole.lazy import Lazy, PartialSum, ShardedOutput, gathered
+from manyhands.own_loop.whole.module_state import ModuleState
 from manyhands.own_loop.whole.proof import Plan, Whole, found_plan, shapes_of
 
 _plain: Callable[..., Any] = nn.Module.__call__
+
+
+_MOST_STATES = 8  # of a module, in which a kind of call is proven: what holds in all of these holds in others
+_FILLING = 2  # calls that may fill attributes
+
+
+@dataclass
+class _Proof:
+    plan: Plan | Whole | None = None
+    calls: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to prove again that the call can be cut: what decides it may be nothing that `ModuleState` sees."""
+        return isinstance(self.plan, Plan) and (self.calls in (10, 100, 1000) or self.calls % 10_000 == 9_999)
+
+
+@dataclass
+class _Proofs:
+    """Of one kind of call."""
+
+    settled: _Proof | None = None  # whatever the state is
+    _by_state: dict[Any, _Proof] = field(default_factory=dict)
+
+    def of(self, state: int, leaves: Sequence[Any]) -> _Proof:
+        """In this state of the module, with these whole numbers among the arguments."""
+        key = state, *[leaf for leaf in leaves if type(leaf) is int]
+        if key not in self._by_state and len(self._by_state) == _MOST_STATES:
+            plans = [proof.plan for proof in self._by_state.values()]
+            alike = all(plan == plans[0] for plan in plans)
+            self.settled = _Proof(plans[0] if alike else Whole("what it computes changes from call to call"))
+            return self.settled
+        return self._by_state.setdefault(key, _Proof())
+
+
+@dataclass
+class _Known:
+    """What is known of a module."""
+
+    state: ModuleState
+    proofs: dict[Any, _Proofs] = field(default_factory=dict)  # by kind of call
 
 
 class Calls:
@@ -34,7 +77,7 @@ class Calls:
         self.workers, self._say, self._begins, self._facts = workers, say, begins, facts
         self.statistics = Statistics(workers)
         self._within = False
-        self._plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan | Whole]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._noise = rng.TorchScope(workers.rank)
 
     def install(self) -> None:
@@ -46,51 +89,71 @@ class Calls:
             return self._call(module, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        self.statistics.install()
 
     def remove(self) -> None:
         nn.Module.__call__ = _plain  # type: ignore[method-assign]
-        self.statistics.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begins(module)
         leaves, structure = _flattened(args, kwargs)
+        symbolic = torch._C._is_tracing() or any(map(_is_symbolic, (next(module.parameters()), *leaves)))
         self._within = True
         try:
-            if any(map(_is_symbolic, (next(module.parameters()), *leaves))):
+            if symbolic:
                 return _plain(module, *args, **kwargs)
-            plan = self._plan(module, leaves, structure)
+            self._begins(module)
+            proof = self._proof(module, leaves, structure)
+            plan = proof.plan
             self._note(module, leaves)
-            rows = 0 if isinstance(plan, Whole) or not _can_cut(plan, leaves) else _rows(plan, leaves)
-            if isinstance(plan, Whole) or rows < self.workers.size:
+            rows = 0 if not isinstance(plan, Plan) or not _can_cut(plan, leaves) else _rows(plan, leaves)
+            if not isinstance(plan, Plan) or rows < self.workers.size:
                 args, kwargs = gathered((args, kwargs))
-                return _plain(module, *args, **kwargs)
-            parts = [
-                self._same(leaf) if dim is None else self._part(leaf, Shard(dim, rows))
-                for leaf, dim in zip(leaves, plan.inputs, strict=True)
-            ]
-            args, kwargs = (tuple(parts), {}) if structure is _ONE else pytree.tree_unflatten(parts, structure)
-            synchronized = self.statistics.of_all_workers() if module.training else nullcontext()
-            with synchronized, self._noise if plan.draws else nullcontext():
                 result = _plain(module, *args, **kwargs)
+            else:
+                result = self._in_parts(module, plan, leaves, structure, rows)
+            if proof.calls <= _FILLING or not isinstance(plan, Plan):
+                self._known[module].state.follow(module)
+            return result
         finally:
             self._within = False
+
+    def _in_parts(self, module: nn.Module, plan: Plan, leaves: Sequence[Any], structure: Any, rows: int) -> Any:
+        parts = [
+            self._same(leaf) if dim is None else self._part(leaf, Shard(dim, rows))
+            for leaf, dim in zip(leaves, plan.inputs, strict=True)
+        ]
+        args, kwargs = (tuple(parts), {}) if structure is _ONE else pytree.tree_unflatten(parts, structure)
+        synchronized = self.statistics.of_all_workers() if module.training else nullcontext()
+        with synchronized, self._noise if plan.draws else nullcontext():
+            result = _plain(module, *args, **kwargs)
         return self._outputs(result, plan, rows)
 
-    def _plan(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> Plan | Whole:
-        plans = self._plans.setdefault(module, {})
-        key = module.training, structure, tuple(_kind(leaf) for leaf in leaves)
-        found = plans.get(key)
-        if found is None:
-            found = plans[key] = found_plan(
-                _plain, module, gathered(list(leaves)), structure, self.workers, self.statistics
+    def _proof(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> _Proof:
+        """A collective where it is made: at the first call in this state of the module, and now and then again."""
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = _Known(ModuleState(module))
+        proofs = known.proofs.setdefault((module.training, structure, tuple(map(_kind, leaves))), _Proofs())
+        proof = proofs.settled or proofs.of(known.state.number(module), leaves)
+        if proof.plan is None or proof.is_due:
+            plan = found_plan(_plain, module, gathered(list(leaves)), structure, self.workers, self.statistics)
+            self._tell(module, plan, proof)
+            if proof.plan is None or isinstance(plan, Whole):
+                proof.plan = plan
+        proof.calls += 1
+        return proof
+
+    def _tell(self, module: nn.Module, plan: Plan | Whole, before: _Proof) -> None:
+        name, size = type(module).__name__, self.workers.size
+        if isinstance(plan, Plan):
+            self._say(f"{name}: each of {size} workers computes its rows of a call")
+        elif before.plan is None:
+            self._say(f"{name} is computed whole by every worker: {plan.why}")
+        else:
+            self._say(
+                f"{name} is computed whole by every worker from its call {before.calls + 1} on: {plan.why}. That was not so when it was proven last, by a call of "
+                "the same kind: what decides it is none of its attributes or arguments, and numbers since then may not be one process's"
             )
-            if isinstance(found, Plan):
-                self._say(f"{type(module).__name__}: each of {self.workers.size} workers computes its rows of a call")
-            else:
-                self._say(f"{type(module).__name__} is computed whole by every worker: {found.why}")
-        return found
 
     def _note(self, module: nn.Module, leaves: Sequence[Any]) -> None:
         """What all workers must have alike. Of a part nothing is known, and where a GPU would be waited for."""
@@ -109,7 +172,7 @@ class Calls:
         return cut(leaf.whole() if isinstance(leaf, Lazy) else leaf, shard, self.workers)
 
     def _outputs(self, result: Any, plan: Plan, rows: int) -> Any:
-        leaves, structure = ([result], None) if isinstance(result, Tensor) else pytree.tree_flatten(result)
+        leaves, structure = ([result], None) if isinstance(result, Tensor) else flattened(result)
         done: list[Any] = []
         for leaf, output in zip(leaves, plan.outputs, strict=True):
             if output.reduced:
@@ -140,7 +203,7 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
     """(leaves, structure) of a call's arguments: mostly it is one tensor."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         return list(args), _ONE
-    return pytree.tree_flatten((args, kwargs))
+    return flattened((args, kwargs))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -148,8 +211,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_symbolic(leaf: Any) -> bool:
-    """A tensor without values, of which shapes alone are asked for: torch's meta tensors, Keras' own."""
-    return leaf.is_meta if isinstance(leaf, Tensor) else type(leaf).__name__ == "KerasTensor"
+    """A tensor without values, or of a transformation of torch.func: torch's meta tensors, Keras' and torch.fx's own."""
+    if isinstance(leaf, Tensor):
+        return leaf.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+    return type(leaf).__name__ in ("KerasTensor", "Proxy")
 
 
 def _can_cut(plan: Plan, leaves: Sequence[Any]) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def row_counts(rows: int, size: int) -> list[int]:
@@ -79,3 +81,26 @@ class Shard:
     def aligned(self, dims: int, other: int) -> Shard | None:
         """In the result of broadcasting a tensor of `dims` dimensions with one of `other`; None where it needs more thought."""
         return replace(self, dim=self.dim + max(0, other - dims))
+
+
+def flattened(values: Any) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested values; a script's dataclasses are nested values, too, from the first one on."""
+    leaves, structure = pytree.tree_flatten(values)
+    kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    if not kinds:
+        return leaves, structure
+    for kind in kinds:
+        _register(kind)
+    return flattened(values)
+
+
+def _register(kind: Any) -> None:
+    names = [field.name for field in fields(kind)]
+
+    def made(values: Any, names: Any) -> Any:
+        one = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(one, name, value)
+        return one
+
+    pytree.register_pytree_node(kind, lambda one: ([getattr(one, name) for name in names], tuple(names)), made)

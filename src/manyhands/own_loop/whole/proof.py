@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -15,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands import rng
 from manyhands.errors import BadInput
 from manyhands.own_loop import loss_graph
+from manyhands.own_loop.whole.backward_proof import gradients_of, has_own_function, hooks_seen
 from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import digest_of, other_values
 from manyhands.own_loop.whole.exchange import Workers
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import Shard, flattened
+from manyhands.own_loop.whole.module_state import Kept, has_backward_hooks
+from manyhands.own_loop.whole.tried_call import Observer, TriedCall, is_close, needs_all_rows
 
 _MOST_TRIES = 6
-_RELATIVE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,13 @@ def found_plan(
     Raises BadInput where the workers' arguments differ.
     """
     _check_equal(leaves, workers)
-    trial = _Trial(call, module, leaves, structure, workers, statistics)
+    if has_backward_hooks(module):
+        return Whole("a hook of the script sees gradients in it")
+    before = Kept(module)
     try:
-        return trial.plan()
+        return _Trial(call, module, leaves, structure, workers, statistics).plan()
     finally:
-        trial.put_back()
+        before.put_back()
 
 
 def _check_equal(leaves: Sequence[Any], workers: Workers) -> None:
@@ -108,46 +109,59 @@ class _Trial:
         self.workers, self.statistics = workers, stats
         self.tensors = [*module.parameters(), *module.buffers()]
         self.before = [t.detach().clone() for t in self.tensors]
-        self.attributes = {sub: _attributes(sub) for sub in module.modules()}
-        # a gate that begins at zero would hide that rows meet behind it
-        self.zeros = [p for p in module.parameters() if p.is_floating_point() and not p.any()]
+        self.scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
+        """Whether TorchScript runs some of it, which holds on to tensors, and can give none away."""
+        # a gate that begins at zero or one would hide that rows meet behind it
+        self.constants = [
+            t for t in self.tensors if t.is_floating_point() and t.numel() and bool((t == t.flatten()[0]).all())
+        ]
 
     def plan(self) -> Plan | Whole:
-        whole, after, drew, changed = self._computed(self.leaves, self.statistics.kept(), fills=True)
-        if changed:  # once, perhaps: a mask that is made at first, say
-            whole, after, drew, changed = self._computed(self.leaves, self.statistics.kept())
-        if changed:
-            return Whole(f"it keeps something from call to call ({changed})")
-        if not any(isinstance(leaf, Tensor) for leaf in whole[0]):
-            return Whole("it gives back no tensor")
+        whole = self._whole()
+        if why := next(filter(None, self.workers.group.all_gather_json(whole if isinstance(whole, str) else "")), ""):
+            return Whole(why)
+        assert isinstance(whole, TriedCall)
         reasons = Counter[str]()
         for dims, rows in self._candidates():
-            start, own = self.workers.own_rows(rows)
-            parts = [
-                leaf if dim is None else leaf.narrow(dim, start, own)
-                for leaf, dim in zip(self.leaves, dims, strict=True)
-            ]
+            parts = self._parts(self.leaves, dims, rows)
+            own_backward = False
             try:
-                outputs, ends, draws, changed = self._computed(parts, self.statistics.given())
-                found: Any = self._compared(outputs, whole, rows)
-                if changed:
-                    found = f"it keeps something of all rows from call to call ({changed})"
-                elif not all(map(_close, ends, after)):
-                    found = "its buffers depend on all rows"
-                elif (drawn := _row_draws(drew, draws)) is None:
-                    found = "it draws random numbers for the batch as a whole"
+                part = self._computed(parts, self.statistics.given())
+                found: Any = needs_all_rows(part, whole) or self._compared(part, whole, rows)
+                with hooks_seen() as hooks:
+                    graphs = self._computed(parts, self.statistics.given(), gradients=True).outputs
+                own_backward = hooks.any or has_own_function(graphs)
             except Exception as error:  # noqa: BLE001 - a model of one batch size, for instance
                 found = f"with a part of the rows it fails ({type(error).__name__})"
             everyone = self.workers.group.all_gather_json(found)
             if reason := next((one for one in everyone if isinstance(one, str)), None):
                 reasons[reason] += 1
-            elif all(one == everyone[0] for one in everyone) and (
-                done := self._reduced(found, parts, outputs[0], whole[0], rows)
+            elif any(one != everyone[0] for one in everyone) or not (
+                done := self._reduced(found, graphs, part.outputs, whole.outputs, rows)
             ):
-                return Plan(dims, done, bool(drawn), shapes_of(self.leaves) if any(o.is_fixed for o in done) else None)
-            else:
                 reasons["its outputs are no rows, sums or means"] += 1
+            elif own_backward and not self._has_same_gradients(dims, done, rows):
+                reasons["its rows depend on each other in a backward of the script's own"] += 1
+            else:
+                shapes = shapes_of(self.leaves) if any(output.is_fixed for output in done) else None
+                return Plan(dims, done, bool(whole.drawn), shapes)
         return Whole(next(iter(reasons), "no dimension of its arguments counts rows"))
+
+    def _parts(self, leaves: Sequence[Any], dims: Sequence[int | None], rows: int) -> list[Any]:
+        start, own = self.workers.own_rows(rows)
+        return [leaf if dim is None else leaf.narrow(dim, start, own) for leaf, dim in zip(leaves, dims, strict=True)]
+
+    def _whole(self) -> TriedCall | str:
+        """The call of all rows; or why it is not cut."""
+        try:
+            whole = self._computed(self.leaves, self.statistics.kept(), fills=True)
+            if whole.kept:  # once, perhaps: a mask that is made at first, say
+                whole = self._computed(self.leaves, self.statistics.kept())
+        except Exception as error:  # noqa: BLE001 - the call itself raises the script's own errors
+            return f"it cannot be tried ({type(error).__name__})"
+        if whole.kept:
+            return f"it keeps something from call to call ({whole.kept})"
+        return whole if any(isinstance(leaf, Tensor) for leaf in whole.outputs) else "it gives back no tensor"
 
     def _candidates(self) -> Iterator[tuple[tuple[int | None, ...], int]]:
         """Which dimension of each argument may count the rows, the most likely first."""
@@ -172,46 +186,48 @@ class _Trial:
                     return
                 yield tuple(dims), rows
 
-    def put_back(self) -> None:
-        """What calls have changed in the module."""
-        for sub, kept in self.attributes.items():
-            _put_back(sub, kept)
-
-    def _computed(self, leaves: Sequence[Any], statistics: Any, *, gradients: bool = False, fills: bool = False) -> Any:
-        """(outputs and their structure, parameters and buffers afterwards, what was drawn, which attribute changed)
-
-        fills: what it keeps in attributes stays for the next calls.
-        """
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
-        attributes = {sub: _attributes(sub) for sub in self.module.modules()}
-        draws = _Quiet()
-        for p in self.zeros:
-            p.data.copy_(torch.linspace(-0.5, 0.4, p.numel(), dtype=p.dtype, device=p.device).view(p.shape))
+    def _computed(
+        self, leaves: Sequence[Any], statistics: Any, *, gradients: bool = False, fills: bool = False
+    ) -> TriedCall:
+        """fills: what it keeps in attributes stays for the next calls."""
+        own = [leaf.clone() if isinstance(leaf, Tensor) and not gradients else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(own, self.structure)
+        del own
+        before, quiet, printed = Kept(self.module), Observer(), io.StringIO()
+        quiet.note((args, kwargs))
+        with torch.no_grad():
+            for constant in self.constants:
+                _spread(constant)
         try:
-            with torch.set_grad_enabled(gradients), rng.kept(), statistics, redirect_stdout(io.StringIO()), draws:
-                outputs = pytree.tree_flatten(self.call(self.module, *args, **kwargs))
-            return outputs, [t.detach().clone() for t in self.tensors], draws.shapes, _changed(attributes)
+            with torch.set_grad_enabled(gradients), rng.kept(), statistics, redirect_stdout(printed), quiet:
+                outputs, structure = flattened(self.call(self.module, *args, **kwargs))
+            ends, changed = [t.detach().clone() for t in self.tensors], before.changed
         finally:
             with torch.no_grad():
                 for tensor, value in zip(self.tensors, self.before, strict=True):
                     tensor.data.copy_(value)
-            for sub, kept in attributes.items():
-                if not fills:
-                    _put_back(sub, kept)
+            if not fills:
+                before.put_back()
+        del args, kwargs
+        if not (gradients or changed or self.scripted) and quiet.alive(
+            [*outputs, *self.tensors, *self.leaves, *self.statistics.held]
+        ):
+            changed = "a tensor that is not among its outputs"
+        return TriedCall(outputs, structure, ends, quiet.drawn, quiet.numbers, printed.getvalue(), changed)
 
-    def _compared(self, outputs: Any, whole: Any, rows: int) -> list[list[Any]] | str:
+    def _compared(self, part: TriedCall, whole: TriedCall, rows: int) -> list[list[Any]] | str:
         """By leaf of the outputs: [dim, outer, inner], [] of what is the same, or ["reduced"]."""
-        if outputs[1] != whole[1]:
+        if part.structure != whole.structure:
             return "its outputs have another structure with fewer rows"
         found: list[list[Any]] = []
-        for part, all_ in zip(outputs[0], whole[0], strict=True):
+        for own, all_ in zip(part.outputs, whole.outputs, strict=True):
             if not isinstance(all_, Tensor):
-                if part != all_:
+                if own != all_:
                     return "it gives back a value that depends on all rows"
                 found.append([])
-            elif part.shape == all_.shape:
-                found.append([] if _close(part, all_) else ["reduced"])
-            elif (shard := self._shard_of(part, all_, rows)) is None:
+            elif own.shape == all_.shape:
+                found.append([] if is_close(own, all_) else ["reduced"])
+            elif (shard := self._shard_of(own, all_, rows)) is None:
                 return "its rows depend on each other"
             else:
                 found.append([shard.dim, shard.outer, shard.inner])
@@ -226,19 +242,18 @@ class _Trial:
                 continue
             for outer in [n for n in range(1, times + 1) if times % n == 0][:16]:
                 shard = Shard(dim, rows, outer, times // outer)
-                if shard.whole_shape(part.shape) == whole.shape and _close(part, self.workers.cut(whole, shard)):
+                if shard.whole_shape(part.shape) == whole.shape and is_close(part, self.workers.cut(whole, shard)):
                     return shard
         return None
 
     def _reduced(
-        self, found: list[list[Any]], parts: Sequence[Any], outputs: Any, whole: Any, rows: int
+        self, found: list[list[Any]], graphs: Sequence[Any], outputs: Any, whole: Any, rows: int
     ) -> tuple[Output, ...] | None:
         """With the numbers that rows were reduced to. A collective where there are any."""
         if ["reduced"] not in found:
             return tuple(Output(*how) for how in found)
-        graphs, _, _, _ = self._computed(parts, self.statistics.given(), gradients=True)
         done, share = [], self.workers.own_rows(rows)[1] / rows
-        for how, graph, part, all_ in zip(found, graphs[0], outputs, whole, strict=True):
+        for how, graph, part, all_ in zip(found, graphs, outputs, whole, strict=True):
             if how != ["reduced"]:
                 done.append(Output(*how))
                 continue
@@ -247,121 +262,64 @@ class _Trial:
             divisor = loss_graph.divisor_of(graph) if graph.numel() == 1 else None
             own = [part, part * share, part.nan_to_num() * (divisor or 0.0), torch.full_like(part, divisor or 0.0)]
             total, mean, divided, weight = self.workers.sum_(torch.stack(own).double())
-            if _close(total.to(all_), all_):
+            if is_close(total.to(all_), all_):
                 done.append(Output(reduced="sum"))
-            elif divisor is not None and _close((divided / weight).to(all_), all_):
+            elif divisor is not None and is_close((divided / weight).to(all_), all_):
                 done.append(Output(reduced="divided"))
-            elif _close(mean.to(all_), all_) and loss_graph.is_mean(graph):
+            elif is_close(mean.to(all_), all_) and loss_graph.is_mean(graph):
                 done.append(Output(reduced="mean"))
             else:
                 return None
         return tuple(done)
 
+    def _has_same_gradients(self, dims: Sequence[int | None], done: Sequence[Output], rows: int) -> bool:
+        """Whether gradients of the parts add up to the whole's. A collective."""
+        if any(output.reduced == "divided" for output in done):
+            return False
+        leaves = [_differentiable(leaf) for leaf in self.leaves]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        inputs = [*parameters, *(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)]
+        share = self.workers.own_rows(rows)[1] / rows
+        own = weights = None
+        try:
+            with torch.enable_grad():
+                whole = self._computed(leaves, self.statistics.given(), gradients=True).outputs
+                weights = [_weights(output) for output in whole]
+                expected = gradients_of(whole, weights, inputs)
+                parts = self._computed(self._parts(leaves, dims, rows), self.statistics.given(), gradients=True).outputs
+                how = [self._part_weight(w, output, rows, share) for w, output in zip(weights, done, strict=True)]
+                own = gradients_of(parts, how, inputs)
+        except RuntimeError:  # an argument is changed in place
+            own = None
+        if not all(self.workers.group.all_gather_json(own is not None)):
+            return False
+        assert own is not None
+        sums = [self.workers.sum_(part) for part in own]
+        return all(map(is_close, sums, expected))
 
-class _Quiet(TorchDispatchMode):
-    """Random numbers become constants, so that both ways can be compared; the shapes that were drawn are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in function.tags:
-            return function(*args, **kwargs)
-        name = function._schema.name.partition("::")[2]
-        names = function._schema.arguments
-        defaults = {one.name: one.default_value for one in names}
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-        rate = next(
-            (one for one in ("dropout_p", "dropout", "p") if one in given and not name.startswith("bernoulli")), ""
-        )
-        if rate and (not given[rate] or given.get("train") is False):
-            return function(*args, **kwargs)
-        if name == "native_dropout":
-            self.shapes.append(tuple(args[0].shape))
-            return args[0] / max(1 - args[1], 1e-9), torch.ones_like(args[0], dtype=torch.bool)
-        if rate:  # of attention and recurrent layers, which drop out within
-            result = function(**{**given, rate: 0.0})
-            self.shapes.append(tuple(result[0].shape))
-            return result
-        result = function(*args, **kwargs)
-        self.shapes.append(tuple(result.shape) if isinstance(result, Tensor) else ())
-        if not isinstance(result, Tensor) or name.startswith(("randperm", "multinomial")):
-            return result
-        return result.fill_(1 if name.startswith("bernoulli") else 0.5 if result.is_floating_point() else 0)
+    def _part_weight(self, weight: Tensor | None, output: Output, rows: int, share: float) -> Tensor | None:
+        if weight is None or output.dim is None:
+            return weight if weight is None or output.reduced == "sum" else weight * share
+        times = weight.shape[output.dim] // rows
+        return self.workers.cut(weight, output.shard(rows, times))
 
 
-def _row_draws(whole: list[tuple[int, ...]], part: list[tuple[int, ...]]) -> bool | None:
-    """Whether numbers were drawn for each row; None where they were drawn for all rows together."""
-    if len(whole) != len(part) or any(a == b for a, b in zip(whole, part, strict=True)):
+def _differentiable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().clone().requires_grad_()
+    return leaf
+
+
+def _weights(output: Any) -> Tensor | None:
+    """Of each element another one; None for what has no gradient."""
+    if not isinstance(output, Tensor) or not output.requires_grad:
         return None
-    return bool(whole)
+    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
 
 
-_KEPT = ("_parameters", "_buffers", "_modules")
-
-
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any, Any]]:
-    """(value, a copy of a container, a tensor's version) of what a module holds beside parameters, buffers and modules."""
-    found = {}
-    for name, value in vars(module).items():
-        if name not in _KEPT:
-            container = (
-                copy.copy(value) if isinstance(value, list | dict | set) or type(value).__name__ == "deque" else None
-            )
-            found[name] = (
-                value,
-                container,
-                (value._version, value.detach().clone()) if type(value) is Tensor else None,
-            )
-    return found
-
-
-def _changed(before: dict[nn.Module, dict[str, tuple[Any, Any, Any]]]) -> str:
-    for module, attributes in before.items():
-        now = vars(module)
-        for name in [*attributes.keys(), *(now.keys() - attributes.keys() - set(_KEPT))]:
-            value, container, version = attributes.get(name, (None, None, None))
-            same = name in now and name in attributes and (now[name] is value or _same_plain(now[name], value))
-            if same and container is not None:
-                same = len(container) == len(value) and all(map(_is_or_equal, container, value))
-            if not same or (version is not None and value._version != version[0]):
-                return name
-    return ""
-
-
-def _same_plain(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and isinstance(one, int | float | str | bool | tuple) and one == other
-
-
-def _is_or_equal(one: Any, other: Any) -> bool:
-    return one is other or _same_plain(one, other)
-
-
-def _put_back(module: nn.Module, attributes: dict[str, tuple[Any, Any, Any]]) -> None:
-    for name in vars(module).keys() - attributes.keys() - set(_KEPT):
-        del vars(module)[name]
-    for name, (value, container, version) in attributes.items():
-        vars(module)[name] = value
-        if container is not None and not (len(container) == len(value) and all(map(_is_or_equal, container, value))):
-            value.clear()
-            (value.update if isinstance(value, dict | set) else value.extend)(container)
-        if version is not None and value._version != version[0]:
-            value.data.copy_(version[1])
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """But for rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    tolerance = _RELATIVE.get(one.dtype.to_real() if one.is_complex() else one.dtype, 1e-5)
-    if not other.numel():
-        return True
-    apart, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (one.detach() - other, other.detach()))
-    if math.isfinite(apart) and math.isfinite(largest):
-        return apart <= tolerance * max(largest, 1e-30)
-    largest = float(torch.nan_to_num(other.detach().abs().float(), 0, 0, 0).max())
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(largest, 1e-30), equal_nan=True)
+def _spread(constant: Tensor) -> None:
+    """Instead of one value, others near it; zeros become numbers of both signs."""
+    scaled = bool(constant.any())
+    around = (0.75, 1.3) if scaled else (-0.5, 0.4)
+    values = torch.linspace(*around, constant.numel(), device=constant.device).view(constant.shape)
+    (constant.mul_ if scaled else constant.add_)(values)

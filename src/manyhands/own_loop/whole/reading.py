@@ -1,24 +1,29 @@
 """A DataLoader's batches: each worker reads its rows, where the whole batch is what all workers' rows make.
 
-That is so for rows that draw no random numbers, put together by torch's own `collate_fn`, or by one of which the first
-batch shows it. Other loaders are read whole by every worker, which is one process's batch whatever they do.
+That is so for rows that draw no random numbers, put together by torch's own `collate_fn`, or by one that is shown to do it
+row by row. Other loaders are read whole by every worker, which is one process's batch whatever they do.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from manyhands import rng
-from manyhands.data.readers.loaders import generators_of, is_indexed, samplers_of
-from manyhands.errors import calling_line
+from manyhands.data.readers.loaders import is_indexed
+from manyhands.errors import BadInput, Line, calling_line
+from manyhands.own_loop.batches import ROWS, WHOLE
+from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import Shard
 from manyhands.own_loop.whole.lazy import ShardedOutput
@@ -27,12 +32,32 @@ _iterate: Callable[[Any], Iterator[Any]] = DataLoader.__iter__
 _LOOKED_AT = 2  # rows that are read once more, to see whether they draw random numbers
 
 
+@dataclass
+class _Asked:
+    """What was read of a batch."""
+
+    indices: list[Any]  # of the whole batch
+    rows: int | None  # of which this worker has read its own; None: it has read all
+
+
+@dataclass
+class _ByRows:
+    """A loader of which each worker reads its rows."""
+
+    shared: DataLoader[Any]
+    line: Line
+    checked: bool  # whether each batch shows anew that it consists of rows: its collate_fn is the script's
+
+
 class Reading:
     """The passes of a script over its loaders."""
 
-    def __init__(self, workers: Workers, say: Callable[[str], None]) -> None:
-        self._workers, self._say = workers, say
-        self._by_rows: weakref.WeakKeyDictionary[Any, DataLoader[Any] | None] = weakref.WeakKeyDictionary()
+    def __init__(
+        self, workers: Workers, say: Callable[[str], None], facts: EqualFacts, wanted: str | None = None
+    ) -> None:
+        """facts: gets which rows were asked for. wanted: ROWS, WHOLE, or None: rows where they are known to make the batch."""
+        self._workers, self._say, self._facts, self._wanted = workers, say, facts, wanted
+        self._known: weakref.WeakKeyDictionary[Any, _ByRows | None] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
         reading = self
@@ -46,71 +71,120 @@ class Reading:
         DataLoader.__iter__ = _iterate  # type: ignore[method-assign,assignment]
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if loader not in self._by_rows:
-            self._by_rows[loader] = self._shared(loader)
-        shared = self._by_rows[loader]
-        if shared is None:
+        if self._wanted == WHOLE or not self._workers.in_own_thread:
             return _iterate(loader)
-        parts = shared.batch_sampler
+        if loader not in self._known:
+            self._known[loader] = self._by_rows(loader)
+        known = self._known[loader]
+        if known is None:
+            return _iterate(loader)
+        parts = known.shared.batch_sampler
         assert isinstance(parts, _OwnRows)
-        asked = parts.rows = deque[int | None]()  # of this pass: another one may be under way
-        return self._wrapped(_iterate(shared), asked)
+        asked = parts.asked = deque[_Asked]()  # of this pass: another one may be under way
+        return self._batches(_iterate(known.shared), asked, loader, known)
 
-    def _wrapped(self, batches: Iterator[Any], asked: deque[int | None]) -> Iterator[Any]:
+    def _batches(
+        self, batches: Iterator[Any], asked: deque[_Asked], loader: DataLoader[Any], known: _ByRows
+    ) -> Iterator[Any]:
         for batch in batches:
-            rows = asked.popleft()
-            yield batch if rows is None else self._batch(batch, rows)
+            about = asked.popleft()
+            digest = zlib.crc32(repr(about.indices).encode())
+            self._facts.add(known.line, "which rows the DataLoader reads", digest)
+            if about.rows is None:
+                yield batch
+            elif not known.checked or self._are_rows(batch, about.rows):
+                yield self._seen_whole(batch, about.rows)
+            else:
+                self._read_whole(loader, known.line, "its collate_fn does not put every batch together row by row")
+                yield loader.collate_fn([loader.dataset[i] for i in about.indices])
 
-    def _batch(self, batch: Any, rows: int) -> Any:
+    def _seen_whole(self, batch: Any, rows: int) -> Any:
         """Of this worker's rows, seen as the whole."""
         return pytree.tree_map_only(Tensor, lambda own: ShardedOutput.of(own, Shard(0, rows), self._workers), batch)
 
-    def _shared(self, loader: DataLoader[Any]) -> DataLoader[Any] | None:
-        """One that reads this worker's rows; None where that is not known to be the same. A collective."""
-        reasons = [why for why in self._workers.group.all_gather_json(self._why_whole(loader)) if why]
-        if reasons:
-            self._say(
-                f"every worker reads all rows of the DataLoader of {calling_line()}, for {reasons[0]}: where reading is dear, take --batches slices"
-            )
+    def _are_rows(self, batch: Any, rows: int) -> bool:
+        """Whether all workers have what `default_collate` would give them of a batch, by its shapes. A collective."""
+        self._workers.check_thread()
+        own, (leaves, structure) = self._workers.own_rows(rows)[1], pytree.tree_flatten(batch)
+        tensors = all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == own for leaf in leaves)
+        kinds = [f"{list(leaf.shape[1:])} {leaf.dtype}" for leaf in leaves] if tensors else []
+        everyone = self._workers.group.all_gather_json([str(structure), kinds])
+        return bool(kinds) and all(one == everyone[0] for one in everyone)
+
+    def _by_rows(self, loader: DataLoader[Any]) -> _ByRows | None:
+        """None where each worker reads all. A collective."""
+        line = calling_line()
+        everyone = self._workers.group.all_gather_json(self._looked_at(loader))
+        if reason := next((why for why, _ in everyone if why), ""):
+            self._read_whole(loader, line, reason)
             return None
+        if any(digest != everyone[0][1] for _, digest in everyone):
+            raise BadInput(
+                f"the workers have other data: the first rows of the DataLoader in {line} are not the same on all of them. Every worker runs the whole script: "
+                "make random data alike by a seed"
+            )
         shared = copy.copy(loader)
         object.__setattr__(shared, "batch_sampler", _OwnRows(loader.batch_sampler, self._workers))
-        return shared
+        return _ByRows(shared, line, checked=loader.collate_fn is not default_collate)
 
-    def _why_whole(self, loader: DataLoader[Any]) -> str:
-        """Why a worker's rows are not known to be those of the whole batch; "" where they are."""
-        if type(loader).__iter__ is not DataLoader.__iter__ or not is_indexed(loader) or loader.batch_sampler is None:
-            return "it is a stream, or makes its batches itself"
-        if loader.collate_fn is not default_collate:
-            return "its collate_fn is the script's own"
-        if not all(type(one).__module__ == "torch.utils.data.sampler" for one in samplers_of(loader)):
-            return "its sampler is the script's own"
-        states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    def _read_whole(self, loader: DataLoader[Any], line: Line, reason: str) -> None:
+        """From its next pass on."""
+        if self._wanted == ROWS:
+            raise BadInput(
+                f"--read rows has each worker read its rows of a batch, and of the DataLoader in {line} they do not make the batch: {reason}. Leave it out: every "
+                "worker then reads all rows"
+            )
+        self._say(
+            f"every worker reads all rows of the DataLoader of {line}, for {reason}: where reading is dear, take --batches slices"
+        )
+        self._known[loader] = None
+
+    def _looked_at(self, loader: DataLoader[Any]) -> tuple[str, int]:
+        """(why a worker's rows are not known to be those of the whole batch, or ""; a digest of some rows)"""
+        if not is_indexed(loader):
+            return "it is a stream, or makes its batches itself", 0
+        own = loader.collate_fn is not default_collate
+        rows = loader.batch_size or 2 * self._workers.size
         try:
             with rng.kept():
-                indices = next(iter(loader.batch_sampler), [])[:_LOOKED_AT]
                 drawn = rng.generator_states()
-                items = [loader.dataset[i] for i in indices]
+                items = [loader.dataset[i] for i in range(min(rows if own else _LOOKED_AT, len(loader.dataset)))]  # type: ignore[arg-type]
                 if rng.generator_states() != drawn:
-                    return "its rows draw random numbers"
-                return "" if items and _has_tensors_alone(default_collate(items)) else "its rows hold more than numbers"
+                    return "its rows draw random numbers", 0
+                if not items:
+                    return "it has no rows", 0
+                batch = loader.collate_fn(items)
+                leaves = pytree.tree_leaves(batch)
+                if not all(isinstance(leaf, Tensor) for leaf in leaves):
+                    return "its rows hold more than numbers", 0
+                if own and not self._is_by_rows(loader, items, batch):
+                    return "its collate_fn does not put a batch together row by row", 0
+                if rng.generator_states() != drawn:
+                    return "its collate_fn draws random numbers", 0
+                return "", zlib.crc32(repr([digest_of(leaf) for leaf in leaves]).encode())
         except Exception as error:  # noqa: BLE001 - the script's own pass raises it
-            return f"reading a row raised {type(error).__name__}"
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+            return f"reading a row raised {type(error).__name__}", 0
 
-
-def _has_tensors_alone(batch: Any) -> bool:
-    return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(batch))
+    def _is_by_rows(self, loader: DataLoader[Any], items: Sequence[Any], batch: Any) -> bool:
+        """Whether each worker's rows alone make its part of the batch."""
+        leaves, structure = pytree.tree_flatten(batch)
+        count = len(items) // self._workers.size
+        if not count or any(not leaf.dim() or len(leaf) != len(items) for leaf in leaves):
+            return False
+        for start in range(0, count * self._workers.size, count):
+            own, theirs = pytree.tree_flatten(loader.collate_fn(list(items[start : start + count])))
+            expected = [leaf[start : start + count] for leaf in leaves]
+            if theirs != structure or not all(map(torch.equal, own, expected)):
+                return False
+        return True
 
 
 class _OwnRows:
-    """A batch sampler that gives this worker's rows of each batch; of so many `rows` it was asked, in order; None: all."""
+    """A batch sampler that gives this worker's rows of each batch; `asked` has what it gave, in order."""
 
     def __init__(self, plain: Any, workers: Workers) -> None:
         self._plain, self._workers = plain, workers
-        self.rows: deque[int | None] = deque()
+        self.asked: deque[_Asked] = deque()
 
     def __len__(self) -> int:
         return len(self._plain)
@@ -121,15 +195,15 @@ class _OwnRows:
         return getattr(self._plain, name)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._parts(self.rows)
+        return self._parts(self.asked)
 
-    def _parts(self, asked: deque[int | None]) -> Iterator[list[Any]]:
+    def _parts(self, asked: deque[_Asked]) -> Iterator[list[Any]]:
         for batch in self._plain:
             batch = list(batch)
             if len(batch) < self._workers.size:
-                asked.append(None)
+                asked.append(_Asked(batch, None))
                 yield batch
                 continue
             start, own = self._workers.own_rows(len(batch))
-            asked.append(len(batch))
+            asked.append(_Asked(batch, len(batch)))
             yield batch[start : start + own]

@@ -34,13 +34,14 @@ _LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 class WholeScript:
     """Gradients of leaves become the mean over workers; see `Calls` and `Reading` for the rest."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, read: str | None = None) -> None:
+        """read: see `Reading`."""
         self.worker, self.workers = worker, Workers(worker.mesh.data)
         self.say = RankZeroLines(self.workers.rank)
         facts = EqualFacts(self.workers)
         self.calls = Calls(self.workers, self.say, self._meet, facts)
         self.gradients = GradientMeans(self.workers, facts)
-        self.reading = Reading(self.workers, self.say)
+        self.reading = Reading(self.workers, self.say, facts, read)
         self.begins: Callable[[], None] = _nothing
         """Called once, before the first call of a module."""
         self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None

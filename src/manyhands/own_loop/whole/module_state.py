@@ -1,0 +1,249 @@
+"""What a module computes with beside tensors: its attributes and hooks, and the variables that its methods name."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from manyhands.errors import is_users
+
+_KEPT = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_SHORT = 8  # of a container of so many, what is in it counts, too
+_NOT_THERE = object()
+
+
+class ModuleState:
+    """Of one module: a number that is another one where the script has changed layers, hooks, attributes or variables."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._variables = variables_of(module)
+        self._identities: list[int] = []
+        self._numbers: dict[Any, int] = {}
+        self._newest = 0
+
+    def number(self, module: nn.Module) -> int:
+        """Alike for the same state; of a float it counts whether it is 0, of a tensor attribute dtype and dimensions."""
+        identities = self._identities_of(module)
+        if identities != self._identities:
+            if len(identities) != len(self._identities):
+                self._variables = variables_of(module)
+            self._identities = identities
+            self._newest = self._numbers.setdefault(self._fingerprint(module), len(self._numbers))
+        return self._newest
+
+    def follow(self, module: nn.Module) -> None:
+        """What has changed since is no other state: a call has filled an attribute."""
+        self._identities = self._identities_of(module)
+
+    def _identities_of(self, module: nn.Module) -> list[int]:
+        found = [id(hook) for hook in torch_module._global_forward_hooks.values()]
+        for inner in _modules(module):
+            state = vars(inner)
+            found += map(id, state.values())
+            for name in _HOOKS:
+                if hooks := state.get(name):
+                    found += map(id, hooks.values())
+            found += map(id, inner._modules.values())
+        for variable in self._variables:
+            value = variable.value
+            found.append(id(value))
+            if isinstance(value, _CONTAINERS) and len(value) < _SHORT:
+                found += map(id, _contents(value))
+        return found
+
+    def _fingerprint(self, module: nn.Module) -> Any:
+        modules = [
+            (type(inner), *((name, _of_value(value)) for name, value in vars(inner).items() if name not in _KEPT))
+            for inner in _modules(module)
+        ]
+        variables = [(one.name, _of_value(one.value)) for one in self._variables]
+        return (*modules, *variables, *map(id, torch_module._global_forward_hooks.values()))
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """`module.modules()`, in half the time."""
+    ahead, seen = [module], {module}
+    while ahead:
+        inner = ahead.pop()
+        yield inner
+        for child in inner._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                ahead.append(child)
+
+
+def _of_value(value: Any) -> Any:
+    if isinstance(value, float):
+        return bool(value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, tuple) or (isinstance(value, _CONTAINERS) and len(value) < _SHORT):
+        return tuple(map(_of_value, _contents(value)))
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _contents(value: Any) -> list[Any]:
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something of the script sees gradients of a layer's inputs or outputs."""
+    return any(inner._backward_hooks or inner._backward_pre_hooks for inner in _modules(module))
+
+
+# -- variables -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A global variable, or one of a function around a method."""
+
+    name: str
+    place: dict[str, Any] | CellType = field(hash=False)
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.place, dict):
+            return self.place.get(self.name, _NOT_THERE)
+        try:
+            return self.place.cell_contents
+        except ValueError:  # nothing was assigned yet
+            return _NOT_THERE
+
+    def assign(self, value: Any) -> None:
+        if isinstance(self.place, dict):
+            self.place[self.name] = value
+        else:
+            self.place.cell_contents = value
+
+
+def variables_of(module: nn.Module) -> list[Variable]:
+    """Those with a plain value or a container that the script's own methods and hooks of its layers name, or functions in them."""
+    found: dict[tuple[str, int], Variable] = {}
+    ahead: list[Any] = list(torch_module._global_forward_hooks.values())
+    for base in dict.fromkeys(base for inner in _modules(module) for base in type(inner).__mro__):
+        ahead += vars(base).values()
+    for inner in _modules(module):
+        ahead += vars(inner).values()
+        for name in _HOOKS:
+            ahead += vars(inner).get(name, {}).values()
+    seen = set[int]()
+    while ahead:
+        function = ahead.pop()
+        function = getattr(function, "__func__", function)
+        if (
+            id(function) in seen
+            or not isinstance(function, FunctionType)
+            or not is_users(function.__code__.co_filename)
+        ):
+            continue
+        seen.add(id(function))
+        names = _names(function.__code__)
+        variables = [Variable(name, function.__globals__) for name in names if name in function.__globals__]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            variables.append(Variable(name, cell))
+        for variable in variables:
+            value = variable.value
+            if isinstance(value, FunctionType):
+                ahead.append(value)
+            elif isinstance(value, (*_PLAIN, *_CONTAINERS)):
+                place = variable.place
+                found[variable.name, id(place)] = variable
+    return list(found.values())
+
+
+@cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The global names of a function and of functions in it."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+# -- what a call changes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    """A value, and copies of what may change in it."""
+
+    value: Any
+    contents: Any = None  # a copy of a container
+    version: int = 0
+    tensor: Tensor | None = None  # a copy
+
+    @classmethod
+    def of(cls, value: Any) -> _Kept:
+        contents = copy.copy(value) if isinstance(value, _CONTAINERS) else None
+        if type(value) is not Tensor:
+            return cls(value, contents)
+        return cls(value, contents, value._version, value.detach().clone())
+
+    def is_changed(self, now: Any) -> bool:
+        if now is not self.value and not _is_same(now, self.value):
+            return True
+        return self._has_other_contents or (self.tensor is not None and self.value._version != self.version)
+
+    @property
+    def _has_other_contents(self) -> bool:
+        if self.contents is None:
+            return False
+        before, now = _contents(self.contents), _contents(self.value)
+        return len(before) != len(now) or not all(map(_is_same, before, now))
+
+    def put_back(self) -> Any:
+        """The value as it was."""
+        if self._has_other_contents:
+            self.value.clear()
+            (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.contents)
+        if self.tensor is not None and self.value._version != self.version:
+            self.value.data.copy_(self.tensor)
+        return self.value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+class Kept:
+    """Attributes of a module's layers, and variables of its methods, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [
+            (inner, {name: _Kept.of(value) for name, value in vars(inner).items() if name not in _KEPT})
+            for inner in module.modules()
+        ]
+        self._variables = [(one, _Kept.of(one.value)) for one in variables_of(module)]
+
+    @property
+    def changed(self) -> str:
+        """The name of one that is another one now; "" where none is."""
+        for inner, attributes in self._layers:
+            now = vars(inner)
+            for name, kept in attributes.items():
+                if kept.is_changed(now.get(name, _NOT_THERE)):
+                    return name
+            if fresh := now.keys() - attributes.keys() - set(_KEPT):
+                return str(min(fresh))
+        return next((one.name for one, kept in self._variables if kept.is_changed(one.value)), "")
+
+    def put_back(self) -> None:
+        for inner, attributes in self._layers:
+            now = vars(inner)
+            for name in now.keys() - attributes.keys() - set(_KEPT):
+                del now[name]
+            for name, kept in attributes.items():
+                now[name] = kept.put_back()
+        for one, kept in self._variables:
+            if kept.is_changed(one.value):
+                one.assign(kept.put_back())
