@@ -122,13 +122,13 @@ def test_noise_of_a_ranks_own_on_all_devices(monkeypatch: pytest.MonkeyPatch) ->
     for rank in range(2):
         torch.manual_seed(0)
         gpu.manual_seed(0)
-        alone = [drawn() for _ in range(3)]
+        alone = [(drawn(), torch.randint(2**62, ()))[0] for _ in range(3)]
         torch.manual_seed(0)
         gpu.manual_seed(0)
-        own, inside, outside = rng.TorchScope(rank), [], []
+        inside, outside = [], []
         for _ in range(3):
             outside.append(drawn())
-            with own:
+            with rng.TorchScope(rank):
                 inside.append(drawn())
         assert outside == alone
         found.append(inside)

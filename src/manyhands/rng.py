@@ -155,29 +155,24 @@ class RngScope:
 
 
 class TorchScope:
-    """`with own:` draws torch's numbers, on the CPU and on the GPU at hand, from states of this rank's own; outside the
-    generators stand as if nobody had.
+    """`with own:` draws torch's numbers, on the CPU and on the GPU at hand, from states of this rank's own; for those
+    outside it is as if one number had been drawn, whatever is drawn within.
 
-    They are seeded by the CPU generator's state where they are first entered, and by `rank`.
+    That number and `rank` seed what is drawn within, so that it follows from the generators' states alone.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._own: dict[torch.device, Tensor] = {}
         self._outside: list[tuple[torch.Generator, Tensor]] = []
 
     def __enter__(self) -> None:
-        self._outside = [(generator, generator.get_state()) for generator in _generators()]
         drawn = int(torch.randint(2**62, ()).item())
+        self._outside = [(generator, generator.get_state()) for generator in _generators()]
         for number, (generator, _) in enumerate(self._outside):
-            if (own := self._own.get(generator.device)) is None:
-                generator.manual_seed(mixed((drawn, self._rank, *[number] * bool(number))))
-            else:
-                generator.set_state(own)
+            generator.manual_seed(mixed((drawn, self._rank, number)))
 
     def __exit__(self, *error: object) -> None:
         for generator, outside in self._outside:
-            self._own[generator.device] = generator.get_state()
             generator.set_state(outside)
         self._outside = []
 

@@ -60,6 +60,11 @@ class Task:
     """The other way to say it; the global batch is then this times the number of workers."""
     micro_batch_size: int | None = None
     """Rows a forward; lower it when memory is short. The gradient of a step stays that of the whole batch."""
+    batches: str = "slices"
+    """What loss and evaluate see on each worker: "slices", its own rows of a batch; or "whole", the whole batch, of which it
+    computes its rows of the model's calls: a loss in which rows meet is then one process's (see docs/zero.md)."""
+    sync_batch_norm: bool = False
+    """Whether batch normalization takes the statistics of all workers' rows, with batches="slices"; with "whole" it does."""
     epochs: int = 1
     """Passes over the training data by all workers together."""
     max_steps: int | None = None
@@ -109,14 +114,17 @@ class Task:
             _check_count(field, getattr(self, field))
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise BadInput(f"clip_norm must be a number above 0, not {self.clip_norm!r}; leave it out to not clip")
+        if self.batches not in ("slices", "whole"):
+            raise BadInput(f"batches must be whole or slices, not {self.batches!r}")
         if self.precision not in PRECISIONS:
             raise UnknownName(f"no precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         if not (isinstance(self.seed, int | np.integer) and 0 <= self.seed < 1 << 64):
             raise BadInput(f"seed must be a whole number of at least 0 and below 2^64, not {self.seed!r}")
         if not is_whole(self.loader_processes, 0):
             raise BadInput(f"loader_processes must be a whole number of at least 0, not {self.loader_processes!r}")
-        if not isinstance(self.shuffle, bool):
-            raise BadInput(f"shuffle must be True or False, not {self.shuffle!r}")
+        for field in ("shuffle", "sync_batch_norm"):
+            if not isinstance(given := getattr(self, field), bool):
+                raise BadInput(f"{field} must be True or False, not {given!r}")
         if not (self.optimum is None or self.optimum == CONVEX or isinstance(self.optimum, Mapping)):
             raise BadInput(
                 f'optimum must be {{name: tensor}} of the trainable parameters, or "{CONVEX}", not {named(self.optimum)}'

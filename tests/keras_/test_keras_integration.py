@@ -57,6 +57,23 @@ def test_two_processes_are_one_with_rows_that_do_not_divide(local: mh.Local) -> 
         assert histories[1].history[name] == pytest.approx(of_epochs, abs=1e-6), name
 
 
+@pytest.mark.slow
+def test_with_whole_batches_rows_may_meet(local: mh.Local) -> None:
+    """In the loss, and in batch normalization."""
+
+    def meeting(targets: Any, scores: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(targets, scores) + scores.std(0).sum()
+
+    x, y = rows(53)
+    models, runs = [of_four(layer("BatchNormalization"), optimizer=sgd()) for _ in range(2)], []
+    for workers, model in enumerate(models, start=1):
+        model.compile(model.optimizer, meeting, metrics=["accuracy"])
+        how: dict[str, Any] = {"validation_data": (x, y), "batches": "whole"}
+        runs.append(mh.train(task(model, x, y, **how), engine=local, workers=workers))
+    assert apart(*(values(model) for model in models)) < 1e-5
+    assert runs[1].metrics == pytest.approx(runs[0].metrics, abs=1e-5)
+
+
 def test_moving_averages_are_in_the_answer() -> None:
     x, y = images()
     model = convolution()

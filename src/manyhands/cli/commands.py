@@ -151,6 +151,8 @@ def train(
     precision: options.Precision = None,
     clip_norm: options.ClipNorm = None,
     no_shuffle: options.NoShuffle = False,
+    batches: options.TaskBatches = None,
+    sync_batch_norm: options.SyncBatchNorm = None,
     loader_processes: options.LoaderProcesses = None,
     run_dir: options.RunDirectory = None,
     resume: options.Resume = False,

@@ -45,6 +45,8 @@ def compare(
     precision: options.Precision = None,
     clip_norm: options.ClipNorm = None,
     no_shuffle: options.NoShuffle = False,
+    batches: options.TaskBatches = None,
+    sync_batch_norm: options.SyncBatchNorm = None,
     loader_processes: options.LoaderProcesses = None,
     debug: options.Debug = False,
 ) -> None:
@@ -116,6 +118,8 @@ def check(
     seed: options.Seed = None,
     clip_norm: options.ClipNorm = None,
     no_shuffle: options.NoShuffle = False,
+    batches: options.TaskBatches = None,
+    sync_batch_norm: options.SyncBatchNorm = None,
     debug: options.Debug = False,
 ) -> None:
     """Prove on a task of yours that N workers equal one, step by step in float64, or name what keeps them from it.

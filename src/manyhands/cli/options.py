@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEBUG = "manyhands.debug"  # set in the context by --debug
 TASK_FIELDS = (
     *("epochs", "max_steps", "batch_size", "batch_size_per_worker", "micro_batch_size"),
-    *("seed", "precision", "clip_norm", "loader_processes"),
+    *("seed", "precision", "clip_norm", "loader_processes", "batches", "sync_batch_norm"),
 )
 
 
@@ -407,6 +407,17 @@ Seed = Annotated[int | None, _task("--seed", help="Of parameters, order and drop
 Precision = Annotated[str | None, _task("--precision", help="float32 or bf16-mixed.")]
 ClipNorm = Annotated[float | None, _task("--clip-norm", help="Clip the gradient's norm to it.")]
 NoShuffle = Annotated[bool, _task("--no-shuffle", help="Rows in their own order.")]
+TaskBatches = Annotated[
+    str | None,
+    _task(
+        "--batches",
+        metavar="whole|slices",
+        help="What loss and evaluate see: the whole batch, whose losses are one process's, or each worker's slice.",
+    ),
+]
+SyncBatchNorm = Annotated[
+    bool | None, _task("--sync-batch-norm", help="Batch normalization over all workers' rows, with slices.")
+]
 LoaderProcesses = Annotated[int | None, _task("--loader-processes", help="Load rows in so many, per worker.")]
 
 RunDirectory = Annotated[

@@ -25,9 +25,10 @@ from manyhands.own_loop.batches import WHOLE, batches_of, has_own_exchange
 from manyhands.own_loop.launch import launched_batches, launched_strategy
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
 from manyhands.own_loop.prepared_loader import check_loader, cut_rows, warn_of_whole_items
-from manyhands.own_loop.rank_zero import mute_nonzero_ranks
+from manyhands.own_loop.rank_zero import RankZeroLines, mute_nonzero_ranks
 from manyhands.own_loop.session import Pair, Session
 from manyhands.replica import fingerprint
+from manyhands.replica.sync_batch_norm import Rows, synchronize, unsynchronized
 from manyhands.server.in_process import InProcessServers
 from manyhands.strategies import strategy_of
 from manyhands.strategies.base import Strategy
@@ -52,6 +53,7 @@ def prepare(
     *others: Given,
     strategy: Strategy | str | None = None,
     batches: str | None = None,
+    sync_batch_norm: bool = False,
     model_parallel: str | None = None,
 ) -> Prepared[M, O]:
     """Make a plain training script one of any number of workers; alone, it stays bit for bit what it was.
@@ -79,6 +81,8 @@ def prepare(
 
     batches: None: that of `manyhands run` or `launch`, else the variable MANYHANDS_BATCHES, else the default above; on
     engine sim, whose workers share a process, slices.
+    sync_batch_norm: with slices, batch normalization takes the statistics of all workers' rows, under strategies that apply
+    the workers' mean gradient; with whole batches it does so anyway.
     model_parallel: refused. A stage's backward waits for that of the next one, which cannot run between a loop's own
     lines: `mh.train(task, model_parallel="stages=2")`.
     strategy: how the workers agree. None: the one of `manyhands run` or `launch`, else the variable MANYHANDS_STRATEGY,
@@ -112,15 +116,29 @@ def prepare(
     here, chosen = session(), strategy_of(strategy or launched_strategy() or DEFAULT)
     wanted = batches_of(batches or launched_batches(), chosen, one_process=here.worker.shares_process)
     replicated = wanted == WHOLE and (here.worker.size > 1 or not has_own_exchange(chosen))
-    way = prepare_whole if replicated else prepare_slices
-    return way(here, model, optimizer, *others, strategy=chosen)
+    if replicated:
+        return prepare_whole(here, model, optimizer, *others, strategy=chosen)
+    return prepare_slices(here, model, optimizer, *others, strategy=chosen, sync_batch_norm=sync_batch_norm)
 
 
 def prepare_slices(
-    session: Session, model: M, optimizer: O, *others: Given, strategy: Strategy | str = DEFAULT
+    session: Session,
+    model: M,
+    optimizer: O,
+    *others: Given,
+    strategy: Strategy | str = DEFAULT,
+    sync_batch_norm: bool = False,
 ) -> Prepared[M, O]:
     """`prepare` for the Worker of a session, whose loop sees its rows of each batch."""
     strategy, worker = strategy_of(strategy), session.worker
+    if sync_batch_norm and not (strategy.needs.mean_gradient and strategy.leasing() is None):
+        raise Unsupported(
+            f"sync_batch_norm=True: with strategy {strategy.name} workers do not make each step together: use allreduce, or leave it out"
+        )
+    if sync_batch_norm and worker.shares_process and worker.size > 1:
+        raise Unsupported(
+            "sync_batch_norm=True: on engine sim no worker can wait for others within a backward: use engine local, or leave it out"
+        )
     if session.whole is not None:
         raise Unsupported(
             f"this script computes with whole batches since an earlier mh.prepare, and strategy {strategy.name} is for slices of them: give batches=slices to each"
@@ -139,6 +157,10 @@ def prepare_slices(
         list_rule(spec)
         worker.server = worker.start_server(spec)
     pair = Pair(session, model, optimizer, strategy)
+    if sync_batch_norm and worker.size > 1:
+        synchronize(root_of(model), Rows(worker.group, lambda: session.next_backward().weight))
+    elif pair.averages:
+        RankZeroLines(worker.rank)(unsynchronized(root_of(model)))
     for given in others:
         if isinstance(given, LRScheduler) and pair.leasing is not None:
             session.schedules.append(OwnPaceSchedule(lambda: session.pass_under_way))

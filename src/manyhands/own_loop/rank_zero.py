@@ -71,13 +71,13 @@ class _FirstsOutput:
 
 
 class RankZeroLines:
-    """`say(text)`: a line of worker 0 on standard error, once."""
+    """`say(text)`: a line of worker 0 on standard error, once; none for ""."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._texts = rank, set[str]()
 
     def __call__(self, text: str) -> None:
-        if self._rank == 0 and text not in self._texts:
+        if self._rank == 0 and text and text not in self._texts:
             self._texts.add(text)
             sys.stderr.write(f"manyhands: {text}\n")
 

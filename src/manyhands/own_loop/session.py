@@ -38,6 +38,7 @@ from manyhands.own_loop.whole.script import WholeScript
 from manyhands.replica import evaluation, fingerprint
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
+from manyhands.replica.sync_batch_norm import buffers_of_all_rows
 from manyhands.strategies.base import Change, Strategy
 from manyhands.worker import Worker
 
@@ -846,8 +847,9 @@ class GradientScale:
         self._fresh.clear()
 
     def keep_buffers(self) -> None:
-        """A stand-in batch is coming."""
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        """A stand-in batch is coming. Statistics of all workers' rows have nothing of it."""
+        others = buffers_of_all_rows(self._model)
+        self._buffers = [(one, one.detach().clone()) for one in self._model.buffers() if id(one) not in others]
 
     def restore_buffers(self) -> None:
         """Undo what forward did to them since `keep_buffers`."""

@@ -168,12 +168,17 @@ def of_model(task: Task, model: nn.Module, device: torch.device) -> Callable[[An
 
 
 def evaluate(
-    measure: Callable[[Any], Metrics], feed: Feed, group: Group, progress: Callable[[int], None]
+    measure: Callable[[Any], Metrics],
+    feed: Feed,
+    group: Group,
+    progress: Callable[[int], None],
+    *,
+    together: bool = False,
 ) -> dict[str, float]:
     """What `measure` finds over all rows of `feed`, the same on every rank: weighted means over batches and ranks, or of
     their sums.
 
-    progress: called with each batch's number.
+    progress: called with each batch's number. together: all ranks measure each batch, also those that have None of it.
     """
     measured = Measured()
     with closing(feed.epoch(0)) as slices:
@@ -183,6 +188,8 @@ def evaluate(
                 with naming_columns(part.batch):
                     found = measure(part.batch)
                 measured.add(found, rows_of(part.batch))
+            elif together:
+                measured.add(measure(None), 0)
     return means_of(group.all_gather_json(measured.means)) | results_of(measured.summed, group)
 
 

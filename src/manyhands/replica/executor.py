@@ -22,6 +22,7 @@ from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.layout import Layout, layouts_of
 from manyhands.replica.shard import ParameterShard
 from manyhands.replica.sharded_update import ShardedUpdate
+from manyhands.replica.sync_batch_norm import Rows, synchronize
 from manyhands.task import Evaluate, Loss, Metrics, is_one_number, named
 from manyhands.worker import Worker
 
@@ -59,6 +60,8 @@ class StepExecutor(ABC):
     """Whether gradients are there to be exchanged; a kernel moves parameters without any."""
     stop: bool = False
     """Whether this worker wants all to stop: `backward` tells the others that hold its replica."""
+    computes_together: bool = False
+    """Whether all workers compute each batch together: then they evaluate together, too, those without rows as well."""
     times_passes: bool = False
     """Whether it reports each pass to the driver itself, see `DriverClient.begin_passes`."""
     regroup: bool = False
@@ -225,8 +228,10 @@ class AutogradExecutor(StepExecutor):
         take_step: Callable[[], Any] | None = None,
         weigh: Callable[[], float | None] | None = None,
         members: Group | None = None,
+        statistics: Group | None = None,
     ) -> None:
         """loss: None in the user's own loop, which calls backward itself.
+        statistics: the workers over whose rows batch normalization takes its statistics; None: over this one's.
         weigh: in the user's own loop, the weight of the backward that begins; None: no slices of it are handed out.
         take_step: what steps the optimizer, where the optimizer's own `step` was rebound; without it, `optimizer.step`.
         """
@@ -235,6 +240,7 @@ class AutogradExecutor(StepExecutor):
         self._bf16, self._micro = precision == "bf16-mixed", micro_batch_size
         self._take_step, self.weigh, self.has_gradients = take_step, weigh, True
         self.members = SoloGroup() if members is None else members
+        self._statistics, self._weight = statistics, 1.0  # of the loss under way
         self._grad_mask = 0  # bits: the parameters with a gradient
         self._filled = 0  # bits: the slices of the gradients that are not zero
         self._buckets: _Buckets | None = None
@@ -243,6 +249,8 @@ class AutogradExecutor(StepExecutor):
     def build(self, allocate: Allocate) -> None:
         make = self._make_model
         self.model = make if isinstance(make, nn.Module) else make()
+        if self._statistics is not None:
+            synchronize(self.model, Rows(self._statistics, lambda: self._weight))
         self.shards = shards_of(self.model, allocate)
         count = sum(len(shard.layout.names) for shard in self.shards)
         self.names, self._parameters, self._grads = [""] * count, [torch.empty(0)] * count, [torch.empty(0)] * count
@@ -277,6 +285,10 @@ class AutogradExecutor(StepExecutor):
         0. Raises BadInput for a loss that is no number, or depends on no trainable parameter.
         """
         if batch is None:
+            if self._statistics is not None:
+                raise Unsupported(
+                    'a batch has fewer rows than there are workers, and sync_batch_norm needs some of each: use fewer workers, or the task\'s batches="whole"'
+                )
             return StepLoss(grad_mask=self._end_backward(None, None, 0.0))
         found = self._backward_rows(batch, rows_of(batch))
         if not found.grad_mask and found.weight:
@@ -288,7 +300,9 @@ class AutogradExecutor(StepExecutor):
 
     def _backward_rows(self, batch: Any, rows: int) -> StepLoss:
         if self._micro is None or rows <= self._micro:
+            self._weight = 1.0
             mean, weight = self._forward(batch, rows)
+            self._weight = weight
             return StepLoss(grad_mask=self._end_backward(mean, None, weight), loss=float(mean.detach()), weight=weight)
         return self._backward_pieces(batch, rows, self._micro)
 
@@ -327,7 +341,7 @@ class AutogradExecutor(StepExecutor):
             raise BadInput(
                 "the loss does not depend on any trainable parameter: compute it from model(...) outside torch.no_grad() and without detach()"
             )
-        return mean.reshape(()), float(weight)
+        return mean if mean.dim() == 0 else mean.reshape(()), float(weight)
 
     def _end_backward(self, mean: Tensor | None, scale: float | None, weight: float) -> int:
         """The last backward of a step: gradients are final; the mask of the parameters that have any."""

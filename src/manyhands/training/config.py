@@ -34,6 +34,7 @@ from manyhands.tasks.finding import task_of
 from manyhands.training.best_model import BestModelPolicy
 from manyhands.training.loop import own_pace_on_a_stream
 from manyhands.training.plan import global_batch
+from manyhands.training.whole_batches import check_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ class TrainConfig:
             raise Unsupported(no_cells_of_a_stream(self.strategy.name))
         self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
+        changing = self.survive is not None and not self.survive.restarts_only
+        check_together(self.task, self.strategy, self.engine, partition=self.partition, members_change=changing)
 
     def _check_kernel(self) -> None:
         """That the strategy trains a kernel, where the task has one."""

@@ -28,12 +28,15 @@ from manyhands.data.source import Indexed, Pick, Reading
 from manyhands.data.strata import Strata
 from manyhands.engines import cores
 from manyhands.errors import BadInput, NotFinite, PeerLost, Unsupported, is_whole
+from manyhands.own_loop.batches import WHOLE
+from manyhands.own_loop.rank_zero import RankZeroLines
 from manyhands.parallel.mesh import mesh_alone, mesh_of
 from manyhands.recording.run import environment
 from manyhands.replica import fingerprint
 from manyhands.replica.control_bits import MORE, REGROUP, STOP
 from manyhands.replica.flat_vector import FlatVector
 from manyhands.replica.replica import Replica
+from manyhands.replica.sync_batch_norm import unsynchronized
 from manyhands.server.staleness import StalenessMonitor, watch
 from manyhands.signals import PREEMPTED
 from manyhands.strategies.base import StepResult
@@ -122,6 +125,9 @@ class Loop:
             progress=worker.driver.progress,
         )
         check_executor(plan.task, self.replica.shards)
+        synchronized = plan.task.sync_batch_norm or plan.task.batches == WHOLE
+        if worker.size > 1 and plan.strategy.needs.mean_gradient and not synchronized:
+            RankZeroLines(worker.rank)(unsynchronized(self.replica.model))
         if worker.server is not None and worker.mesh.model.size > 1:
             worker.server.received = self._share
         self.train_feed = self._feed(plan.task.train_data, train=True)
@@ -136,7 +142,8 @@ class Loop:
         if worker.elastic:  # with fewer workers a slice is larger, and memory is not
             self.replica.executor.limit_rows(-(-self.train_feed.batch_size // worker.mesh.rows[1]))
         self._use_schedule()
-        if worker.rank and (not many or worker.mesh.model.size > 1):
+        whole = plan.task.batches == WHOLE  # all draw alike, but for what is drawn within calls that are cut
+        if worker.rank and not whole and (not many or worker.mesh.model.size > 1):
             rng.seed_all(plan.task.seed, worker.rank)  # dropout draws per rank
         if plan.strategy.needs.gradients and not self.replica.executor.has_gradients:
             raise self.replica.executor.without_gradients()

@@ -19,6 +19,7 @@ from manyhands.data.feed import Feed
 from manyhands.data.open_source import open_source
 from manyhands.data.strata import KeyBlocks, Strata, count_keys
 from manyhands.errors import BadInput
+from manyhands.own_loop.batches import WHOLE
 from manyhands.parallel.spec import ModelParallel
 from manyhands.parallel.staged import staged
 from manyhands.replica.block_executor import BlockExecutor, two_fields
@@ -28,6 +29,7 @@ from manyhands.replica.shard import ParameterShard
 from manyhands.strategies.base import Strategy
 from manyhands.task import Task
 from manyhands.training.best_model import KEEP_LAST, BestModelPolicy
+from manyhands.training.whole_batches import WholeBatchExecutor
 from manyhands.worker import Worker
 
 
@@ -202,13 +204,17 @@ def make_executor(
         return KernelExecutor(task.model, task.optimizer)
     if model_parallel is not None:
         return staged(task, worker, model_parallel, first_rows)
-    return AutogradExecutor(
-        lambda: build_model(task).to(worker.device),
-        task.optimizer,
-        loss=task.loss,
-        precision=task.precision,
-        micro_batch_size=task.micro_batch_size,
-    )
+    how: dict[str, Any] = {
+        "model": lambda: build_model(task).to(worker.device),
+        "optimizer": task.optimizer,
+        "loss": task.loss,
+        "precision": task.precision,
+        "micro_batch_size": task.micro_batch_size,
+    }
+    if task.batches == WHOLE and worker.size > 1:
+        return WholeBatchExecutor(worker, **how)
+    group = worker.mesh.data
+    return AutogradExecutor(**how, statistics=group if task.sync_batch_norm and group.size > 1 else None)
 
 
 def check_executor(task: Task, shards: Sequence[ParameterShard]) -> None:

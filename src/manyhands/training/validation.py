@@ -144,7 +144,8 @@ class Validator:
                     ensemble = evaluation.ensemble_of(self.replica, members)
                     measure = evaluation.of_model(task, ensemble, worker.device)
             group = worker.mesh.world if worker.mesh.own_rows else worker.mesh.data
-            metrics = evaluation.evaluate(measure, feed, group, progress)
+            together = self.replica.executor.computes_together
+            metrics = evaluation.evaluate(measure, feed, group, progress, together=together)
         return {prefix + name: value for name, value in metrics.items()}
 
     def _delivered(self, parameters: FlatVector, buffers: dict[str, Tensor], over: bool) -> tuple[list[State], str]:

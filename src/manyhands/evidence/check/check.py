@@ -27,6 +27,7 @@ from manyhands.engines.sim.engine import Sim
 from manyhands.errors import BadInput, ManyhandsError, Unsupported, WorkerFailed, is_whole
 from manyhands.evidence.check import source_locations
 from manyhands.evidence.check.copies import (
+    SLICES,
     SUMMED,
     WORKERS,
     TrialConfig,
@@ -38,10 +39,11 @@ from manyhands.evidence.check.copies import (
 from manyhands.evidence.check.diagnosis import PROVEN_ELSEWHERE, Ablation, Attribution
 from manyhands.evidence.check.examination import Subject
 from manyhands.evidence.check.inspection import Inspection
-from manyhands.evidence.check.interventions import eager
+from manyhands.evidence.check.interventions import BATCH_NORM, eager
 from manyhands.evidence.check.report import BREAKS, NOTE, Checked, EqualityProof, Finding, Results, Suspect, finding
 from manyhands.evidence.check.rows import TrainingData, feed_of, read, source_of
 from manyhands.evidence.check.trials import Trace, TrialRunner, step_differences, with_solo_rates
+from manyhands.own_loop.batches import WHOLE
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.task import Task, check_differentiable
 from manyhands.training.config import TrainConfig, task_from
@@ -56,6 +58,8 @@ LIMIT = 1e-10
 MEMORY_BYTES = 1 << 30  # For the recorded vectors of all steps. Proofs of large models take fewer steps.
 LEAST_BATCHES = 3  # In an epoch of a proof. With fewer, all steps would see the same rows.
 FULL_BATCHES = 2  # in an epoch with an uneven last batch
+_OF_SLICES = frozenset([BATCH_NORM, SLICES, SUMMED])
+"""What a worker's own rows make: with whole batches it has all."""
 _NOTED = frozenset(["data-order", "random-rows", "hidden-state", "nondeterministic-operator", "depends-on-workers"])
 """Suspects that become notes where N workers equal one. Others are dropped then."""
 
@@ -99,6 +103,11 @@ def check(
             "check compares the gradients of autograd, and this task has an executor of its own, which may have none: "
             "compare its parameters on one worker and on several"
         )
+    together = own.batches == WHOLE or own.sync_batch_norm
+    if together and found_engine.capabilities.simulated:
+        raise Unsupported(
+            f"check runs workers that compute a batch together, and on engine {found_engine.name} they cannot: use engine local"
+        )
     for name, value, least in (("workers", workers, 2), ("steps", steps, 1)):
         if not is_whole(value, least):
             raise BadInput(f"check: {name} must be a whole number of at least {least}, not {value!r}")
@@ -112,7 +121,8 @@ def check(
         copies = stack.enter_context(with_materialized_data(sent)) if sent.usable else sent
         if not (sent.sendable and sys.platform == "linux"):
             found_engine = Sim()
-        trials = TrialRunner(copies=copies, sent=sent, workers=workers, engine=found_engine, timeout_s=timeout_s)
+        how: dict[str, Any] = {"engine": found_engine, "timeout_s": timeout_s, "together": together}
+        trials = TrialRunner(copies=copies, sent=sent, workers=workers, **how)
         proofs, findings = Proofs(trials, say), list(unsendable)
         held, unjudged = list[str](), list[str]()
         if sent.usable:  # else `unsendable` is all that can be reported
@@ -148,6 +158,8 @@ def _explain(proofs: Proofs) -> Results:
     inspection.run(None if failed is None else step, proofs.traces)
     results = inspection.results
     suspects = _merged([*proofs.results.suspects, *results.suspects])
+    if trials.together:
+        suspects = [one for one in suspects if one.remedy not in _OF_SLICES]
     if failed is None:
         broken = [one.finding for one in suspects if one.kind in PROVEN_ELSEWHERE]
         notes = [replace(one.finding, severity=NOTE) for one in suspects if one.kind in _NOTED]

@@ -48,8 +48,8 @@ _SCHEDULE_STEPS = 1000  # passed to a schedule that is only examined
 _TEXTS = {
     BATCH_NORM: "{named}rows are normalized by the mean and variance of the rows in the batch. Each worker normalizes "
     "its own slice, so the statistics, and the gradient with them, are those of b/N rows and not of b; running "
-    "statistics are averaged over the workers for evaluation. Group norm and layer norm treat each row separately, so "
-    "N workers equal one with them. Or accept it: training works, with the batch-norm of a smaller batch.",
+    'statistics are averaged over the workers for evaluation. With the task\'s sync_batch_norm=True or batches="whole" '
+    "they are those of all rows. Group norm and layer norm treat each row separately. Or accept it: training works, with the batch-norm of a smaller batch.",
     DROPOUT: "{named}numbers are dropped at random. Each worker draws its own masks; otherwise all slices would get the "
     "same mask. So N workers equal one in distribution only, not step by step. There is nothing to do; with p=0 they "
     "are equal.",

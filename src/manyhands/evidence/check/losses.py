@@ -49,8 +49,8 @@ _OTHER_WEIGHT = (
 _COUPLED = (
     "A row's contribution depends on the other rows in the batch{by}: the weighted mean of the losses of parts of a "
     "batch differs from the loss of the whole by {off:.1e}. A worker has only its slice: in-batch contrast has fewer "
-    "negatives, statistics are those of fewer rows. If that is intended, accept it, or give each worker as many rows "
-    "as one had; if not, look for a sum, mean or softmax over dimension 0, or for a batch that is not the first "
+    "negatives, statistics are those of fewer rows. With the task's batches=\"whole\" the loss is one process's. If a "
+    "slice's loss is intended, accept it, or give each worker as many rows as one had; if not, look for a sum, mean or softmax over dimension 0, or for a batch that is not the first "
     "dimension."
 )
 _METRIC = (

@@ -66,6 +66,7 @@ class TrialRunner:
     workers: int
     engine: Engine
     timeout_s: float
+    together: bool = False  # workers compute a batch together, which needs a process for each
 
     def run_solo(self, config: TrialConfig) -> Trace:
         """One worker. Raises what training raises."""
@@ -78,7 +79,9 @@ class TrialRunner:
     def difference(self, config: TrialConfig) -> tuple[Step, ...]:
         """The differences between one worker and N simulated ones."""
         solo = self.run_solo(replace(config, slices=self.workers) if SLICES in config.without else config)
-        return step_differences(solo, self._launch(Sim(), self.workers, with_solo_rates(config, solo)))
+        engine = self.engine if self.together else Sim()
+        several = self._launch(engine, self.workers, with_solo_rates(config, solo))
+        return step_differences(solo, several)
 
     def _launch(self, engine: Engine, workers: int, config: TrialConfig) -> list[Trace]:
         in_process = engine.capabilities.simulated or workers == 1

@@ -1,19 +1,17 @@
-"""Batch normalisation over the rows of all workers, within a call that is cut.
-
-Source: Ioffe and Szegedy, Batch normalization: accelerating deep network training by reducing internal covariate shift, 2015.
-"""
+"""Batch normalization within a call: over the rows of all workers where it is cut, and by given statistics where it is tried."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.own_loop.whole.exchange import SumWithin, Workers, applied
+from manyhands.own_loop.whole.exchange import Workers
+from manyhands.replica.sync_batch_norm import Moments, Rows, batch_norm, note_moments
 
 _plain = nn.functional.batch_norm
 
@@ -23,36 +21,40 @@ class Statistics:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._way: Any = None
-        self._kept: deque[tuple[Tensor, Tensor, int]] = deque()
+        self._found: Callable[[Tensor], Moments] | None = None  # None: those of all workers' rows
+        self._kept: deque[Moments] = deque()
 
     def of_all_workers(self) -> Any:
         """Within, those of all workers' rows. Each use is a collective."""
-        return self._set(self._synchronized)
+        return self._within(None)
 
     def kept(self) -> Any:
         """Within, those of the batch at hand, as ever, and they are kept for `given`."""
         self._kept.clear()
-        return self._set(self._keeping)
+        return self._within(self._keep)
 
     def given(self) -> Any:
         """Within, those that `kept` has, in its order."""
-        self._left = deque(self._kept)
-        return self._set(self._given)
+        left = deque(self._kept)
+        return self._within(lambda x: left.popleft())
 
     @property
     def held(self) -> list[Tensor]:
         """Those of `kept`."""
         return [tensor for mean, variance, _ in self._kept for tensor in (mean, variance)]
 
+    def _keep(self, x: Tensor) -> Moments:
+        variance, mean = torch.var_mean(x.detach(), [d for d in range(x.dim()) if d != 1], correction=0)
+        self._kept.append((mean, variance, x.numel() // x.shape[1]))
+        return self._kept[-1]
+
     @contextmanager
-    def _set(self, way: Any) -> Iterator[None]:
-        before, self._way = self._way, way
+    def _within(self, found: Callable[[Tensor], Moments] | None) -> Iterator[None]:
+        self._found = found
         nn.functional.batch_norm = self._batch_norm
         try:
             yield
         finally:
-            self._way = before
             nn.functional.batch_norm = _plain
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -68,35 +70,11 @@ class Statistics:
         eps: float = 1e-5,
     ) -> Tensor:
         """In place of torch.nn.functional.batch_norm."""
-        if not training or self._way is None or not self._workers.in_own_thread:
+        if not training or not self._workers.in_own_thread:
             return _plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        mean, variance, count = self._way(input)
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
-                running_var.lerp_((variance.detach() * (count / max(1, count - 1))).to(running_var.dtype), momentum)
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
-        shift = (0 if bias is None else bias) - mean * scale
-        result: Tensor = input * scale.view(shape) + shift.view(shape)
-        return result.to(input.dtype)
-
-    def _keeping(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        dims = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(x, dims, correction=0)
-        self._kept.append((mean, variance, x.numel() // x.shape[1]))
-        return self._kept[-1]
-
-    def _given(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        return self._left.popleft()
-
-    def _synchronized(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        dims = [d for d in range(x.dim()) if d != 1]
-        own = x.numel() // x.shape[1]
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        sums = torch.cat([wide.sum(dims), wide.new_tensor([own])])
-        total = applied(SumWithin, sums, self._workers)
-        count = int(total[-1].item())
-        mean = total[:-1] / count
-        apart = (wide - mean.view([1, -1] + [1] * (x.dim() - 2))).square().sum(dims)
-        return mean, applied(SumWithin, apart, self._workers) / count, count
+        if self._found is None:
+            rows = Rows(self._workers.group)
+            return batch_norm(rows, input, running_mean, running_var, weight, bias, momentum, eps)
+        moments = self._found(input)
+        note_moments(moments, running_mean, running_var, momentum)
+        return _plain(input, *moments[:2], weight, bias, False, momentum, eps)

@@ -23,8 +23,9 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from manyhands.comm.group import Group
+from manyhands.data.sharding import slice_of
 from manyhands.errors import Line, Unsupported, calling_line
-from manyhands.own_loop.whole.layout import Shard, row_counts
+from manyhands.own_loop.whole.layout import Shard
 
 
 class Leaves:
@@ -98,8 +99,8 @@ class Workers:
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """(first, how many) of a batch's rows are this worker's."""
-        counts = row_counts(rows, self.size)
-        return sum(counts[: self.rank]), counts[self.rank]
+        start, stop = slice_of(rows, self.rank, self.size)
+        return start, stop - start
 
     def cut(self, whole: Tensor, shard: Shard) -> Tensor:
         """This worker's part of a tensor that all hold."""
@@ -107,7 +108,7 @@ class Workers:
 
     def join(self, part: Tensor, shard: Shard) -> Tensor:
         """The whole tensor of all workers' parts. A collective."""
-        counts = row_counts(shard.rows, self.size)
+        counts = [stop - start for start, stop in (slice_of(shard.rows, rank, self.size) for rank in range(self.size))]
         shape, own = list(part.shape), part.detach().contiguous()
         shapes = [(*shape[: shard.dim], shard.outer * rows * shard.inner, *shape[shard.dim + 1 :]) for rows in counts]
         lengths = [torch.Size(one).numel() * own.element_size() for one in shapes]

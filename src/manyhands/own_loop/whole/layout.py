@@ -13,12 +13,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def row_counts(rows: int, size: int) -> list[int]:
-    """How many of a batch's rows each worker has: they differ by at most one, the first workers have more."""
-    base, more = divmod(rows, size)
-    return [base + (rank < more) for rank in range(size)]
-
-
 @dataclass(frozen=True)
 class Shard:
     """Dimension `dim` of the whole tensor counts `outer` × `rows` × `inner`, of which each worker has some of the rows.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ _LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 class WholeScript:
     """Gradients of leaves become the mean over workers; see `Calls` and `Reading` for the rest."""
 
-    def __init__(self, worker: Worker, read: str | None = None) -> None:
-        """read: see `Reading`."""
+    def __init__(self, worker: Worker, read: str | None = None, *, counts_steps: bool = True) -> None:
+        """read: see `Reading`. counts_steps: a backward is a step, of which nobody else tells the driver."""
+        self._counts_steps = counts_steps
         self.worker, self.workers = worker, Workers(worker.mesh.data)
         self.say = RankZeroLines(self.workers.rank)
         facts = EqualFacts(self.workers)
@@ -95,9 +97,23 @@ class WholeScript:
     # -- what is replaced in torch -------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """From now on, until `remove`. A collective: all workers draw the same numbers from here on."""
+        """From now on, until `leave`. A collective: all workers draw the same numbers from here on."""
         rng.take_first(self.workers.group)
+        self._replace()
+        self.reading.install()
+        watching = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave(watching()))  # a process of the script is no worker
 
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Within, functions of torch are replaced as by `install`; readers are not."""
+        self._replace()
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    def _replace(self) -> None:
         def add_param_group(optimizer: Any, group: Any) -> None:
             _add_param_group(optimizer, group)
             self._know(p for one in optimizer.param_groups for p in one["params"])
@@ -114,23 +130,23 @@ class WholeScript:
         self._behind = torch.autograd.backward
         torch.autograd.backward, torch.autograd.grad = self._average_after, self._average_of
         self.calls.install()
-        self.reading.install()
-        watching = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _leave(watching()))  # a process of the script is no worker
 
     def leave(self) -> None:
         """The script is over, or shares nothing any more. Nothing where it was said before."""
         if self._behind is None:
             return
-        self._tell_costs()
-        self.calls.remove()
+        self.tell_costs()
         self.reading.remove()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        self.calls.remove()
         torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = self._behind, _grad
         torch.optim.Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
         self._behind = None
 
-    def _tell_costs(self) -> None:
+    def tell_costs(self) -> None:
         """Say which lines needed whole outputs, where that has cost something."""
         found = sorted(self.workers.gathered.items(), key=lambda one: -one[1].bytes)
         size, seconds = sum(one.bytes for _, one in found), sum(one.seconds for _, one in found)
@@ -154,11 +170,13 @@ class WholeScript:
         self.gradients.begin()
         self._behind(*parts_of(losses, given), *args, **kwargs)
         driver, group = self.worker.driver, self.workers.group
-        driver.progress("exchange", self.backwards)
+        if self._counts_steps:
+            driver.progress("exchange", self.backwards)
         self.gradients.end(calling_line(), losses)
         self.backwards += 1
-        group.step = self.backwards
-        driver.progress(USER, self.backwards)
+        if self._counts_steps:
+            group.step = self.backwards
+            driver.progress(USER, self.backwards)
 
     def _average_of(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of torch.autograd.grad."""

@@ -1,0 +1,133 @@
+"""`Task(batches="whole")`: a step's loss is computed of the whole batch, and each worker computes its rows of its models' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from manyhands.data.batch import columns, map_columns, rows_of
+from manyhands.engines.base import Engine
+from manyhands.errors import Unsupported
+from manyhands.own_loop.batches import WHOLE, batches_of
+from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.lazy import ShardedOutput
+from manyhands.own_loop.whole.script import WholeScript
+from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
+from manyhands.strategies.base import Strategy
+from manyhands.task import Evaluate, Metrics, Summed, Task, named
+from manyhands.worker import Worker
+
+
+def check_together(task: Task, strategy: Strategy, engine: Engine, *, partition: str, members_change: bool) -> None:
+    """Unsupported where a task's batches are whole, or its batch normalization is of all rows, and its workers cannot
+    compute one batch together.
+
+    members_change: a run may go on without a worker that is lost.
+    """
+    if task.batches == WHOLE:
+        batches_of(task.batches, strategy)
+        option, why = f"batches={WHOLE}", _not_whole(task, engine, partition, members_change)
+    elif task.sync_batch_norm:
+        option, why = "sync_batch_norm=True", _not_synchronized(task, strategy, engine, members_change)
+    else:
+        return
+    if why:
+        raise Unsupported(f"{option}: {why}")
+
+
+def _not_synchronized(task: Task, strategy: Strategy, engine: Engine, members_change: bool) -> str:
+    if task.kernel is not None or task.executor is not None:
+        return "the task makes its steps by a kernel or an executor of its own: leave it out"
+    if task.micro_batch_size is not None:
+        return "with micro_batch_size workers make different numbers of forwards in a step: leave it out"
+    if engine.capabilities.simulated:
+        return f"on engine {engine.name} no worker can wait for others within a backward: use engine local"
+    if not strategy.needs.mean_gradient or strategy.leasing() is not None:
+        return f"with strategy {strategy.name} workers do not make each step together: use allreduce"
+    return _CHANGING if members_change else ""
+
+
+_CHANGING = 'a batch of all workers ends with any of them: give max_restarts alone (survive="max_restarts=3")'
+
+
+def _not_whole(task: Task, engine: Engine, partition: str, members_change: bool) -> str:
+    if task.kernel is not None or task.executor is not None:
+        return "the task makes its steps by a kernel or an executor of its own, and what is cut are calls of its models"
+    if task.micro_batch_size is not None:
+        return "with micro_batch_size a step has several losses, each of a part of the batch: leave it out"
+    if engine.capabilities.simulated:
+        return f"engine {engine.name} runs all workers in this process, whose functions of torch are not each worker's own: use engine local"
+    if partition != "none":
+        return f"with partition={partition} each worker has rows of its own, and not its part of a batch of all: leave it out"
+    return _CHANGING if members_change else ""
+
+
+class WholeBatchExecutor(AutogradExecutor):
+    """Of a batch this worker gets its rows, and sees all: `loss` and `evaluate` get a batch that is gathered where they look.
+
+    Their numbers are one process's, so every worker finds the same ones; gradients are of its rows, times N.
+    """
+
+    computes_together = True
+
+    def __init__(self, worker: Worker, **how: Any) -> None:
+        """how: as of AutogradExecutor."""
+        super().__init__(**how)
+        self._script = WholeScript(worker, counts_steps=False)
+        self._workers = self._script.workers
+        self._no_rows: Any = None  # a batch without rows, once there was one with some
+
+    @override
+    def build(self, allocate: Allocate) -> None:
+        super().build(allocate)
+        self._script.average_elsewhere(p for shard in self.shards for p in shard.layout.parameters)
+
+    @override
+    def backward(self, batch: Any | None) -> StepLoss:
+        with self._computing(batch) as whole:
+            found = super().backward(whole)
+        return replace(found, weight=found.weight / self._workers.size)
+
+    @override
+    def evaluate(self, function: Evaluate, batch: Any) -> Metrics:
+        """Of a batch of which others may have all rows: then `batch` is None. What is `Summed`, worker 0 alone returns."""
+        with self._computing(batch) as whole:
+            found = {} if whole is None else super().evaluate(function, whole)
+        return {name: one for name, one in found.items() if not self._workers.rank or not isinstance(one, Summed)}
+
+    @override
+    def close(self) -> None:
+        self._script.tell_costs()
+        super().close()
+
+    @contextmanager
+    def _computing(self, batch: Any | None) -> Iterator[Any | None]:
+        """Within, calls of modules are cut. The whole batch, None where no worker has rows. A collective."""
+        own = 0 if batch is None else rows_of(batch)
+        rows = int(self._workers.sum_(torch.tensor([float(own)], dtype=torch.float64)).item())
+        try:
+            with self._script.within():
+                yield self._seen_whole(batch, rows) if rows else None
+        finally:
+            self._workers.group.line = 0
+
+    def _seen_whole(self, batch: Any | None, rows: int) -> Any:
+        if batch is not None:
+            self._no_rows = map_columns(batch, lambda column: column[:0])
+        elif self._no_rows is None:
+            raise Unsupported(
+                f"batches={WHOLE}: the first batch has fewer rows ({rows}) than there are workers: use fewer workers, or larger batches"
+            )
+        own = self._no_rows if batch is None else batch
+        for path, column in columns(own):
+            if not isinstance(column, Tensor):
+                raise Unsupported(
+                    f"batches={WHOLE} takes batches of tensors, which workers can put together, and {path or 'this one'} is {named(column)}: make it a tensor in collate"
+                )
+        return map_columns(own, lambda column: ShardedOutput.of(column, Shard(0, rows), self._workers))
