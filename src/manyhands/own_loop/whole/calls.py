@@ -38,7 +38,7 @@ class _Proof:
     @property
     def is_due(self) -> bool:
         """Whether it is time to prove again that the call can be cut: what decides it may be nothing that `ModuleState` sees."""
-        return isinstance(self.plan, Plan) and (self.calls in (10, 100, 1000) or self.calls % 10_000 == 9_999)
+        return isinstance(self.plan, Plan) and (self.calls in (100, 1000) or self.calls % 10_000 == 9_999)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Calls:
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = _Known(ModuleState(module))
-        proofs = known.proofs.setdefault((module.training, structure, tuple(map(_kind, leaves))), _Proofs())
+        proofs = known.proofs.setdefault(_kind_of(module, leaves, structure), _Proofs())
         proof = proofs.settled or proofs.of(known.state.number(module), leaves)
         if proof.plan is None or proof.is_due:
             plan = found_plan(_plain, module, gathered(list(leaves)), structure, self.workers, self.statistics)
@@ -222,6 +222,10 @@ def _can_cut(plan: Plan, leaves: Sequence[Any]) -> bool:
     if plan.shapes is not None and plan.shapes != shapes_of(leaves):
         return False
     return torch.is_grad_enabled() or all(o.reduced != "divided" for o in plan.outputs)
+
+
+def _kind_of(module: nn.Module, leaves: Sequence[Any], structure: Any) -> Any:
+    return module.training, torch.is_grad_enabled(), structure, tuple(map(_kind, leaves))
 
 
 def _kind(leaf: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CellType, CodeType, FunctionType
@@ -184,7 +183,7 @@ class _Kept:
 
     @classmethod
     def of(cls, value: Any) -> _Kept:
-        contents = copy.copy(value) if isinstance(value, _CONTAINERS) else None
+        contents = value.copy() if isinstance(value, _CONTAINERS) else None
         if type(value) is not Tensor:
             return cls(value, contents)
         return cls(value, contents, value._version, value.detach().clone())
@@ -218,12 +217,12 @@ def _is_same(one: Any, other: Any) -> bool:
 class Kept:
     """Attributes of a module's layers, and variables of its methods, as they are now."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, variables: Sequence[Variable]) -> None:
         self._layers = [
             (inner, {name: _Kept.of(value) for name, value in vars(inner).items() if name not in _KEPT})
             for inner in module.modules()
         ]
-        self._variables = [(one, _Kept.of(one.value)) for one in variables_of(module)]
+        self._variables = [(one, _Kept.of(one.value)) for one in variables]
 
     @property
     def changed(self) -> str:

@@ -22,7 +22,7 @@ from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import digest_of, other_values
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import Shard, flattened
-from manyhands.own_loop.whole.module_state import Kept, has_backward_hooks
+from manyhands.own_loop.whole.module_state import Kept, has_backward_hooks, variables_of
 from manyhands.own_loop.whole.tried_call import Observer, TriedCall, is_close, needs_all_rows
 
 _MOST_TRIES = 6
@@ -83,7 +83,7 @@ def found_plan(
     _check_equal(leaves, workers)
     if has_backward_hooks(module):
         return Whole("a hook of the script sees gradients in it")
-    before = Kept(module)
+    before = Kept(module, variables_of(module))
     try:
         return _Trial(call, module, leaves, structure, workers, statistics).plan()
     finally:
@@ -107,14 +107,14 @@ class _Trial:
     ) -> None:
         self.call, self.module, self.leaves, self.structure = call, module, list(leaves), structure
         self.workers, self.statistics = workers, stats
-        self.tensors = [*module.parameters(), *module.buffers()]
-        self.before = [t.detach().clone() for t in self.tensors]
+        self.parameters, self.buffers = list(module.parameters()), list(module.buffers())
+        self.variables = variables_of(module)
         self.scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
         """Whether TorchScript runs some of it, which holds on to tensors, and can give none away."""
-        # a gate that begins at zero or one would hide that rows meet behind it
-        self.constants = [
-            t for t in self.tensors if t.is_floating_point() and t.numel() and bool((t == t.flatten()[0]).all())
-        ]
+        self.constants = [one for one in (*self.parameters, *self.buffers) if _is_constant(one)]
+        """Spread while it is tried: a gate that begins at zero or one would hide that rows meet behind it."""
+        self.before = [(one, one.detach().clone()) for one in {*self.buffers, *self.constants}]
+        self.gradients = torch.is_grad_enabled()
 
     def plan(self) -> Plan | Whole:
         whole = self._whole()
@@ -126,18 +126,17 @@ class _Trial:
             parts = self._parts(self.leaves, dims, rows)
             own_backward = False
             try:
-                part = self._computed(parts, self.statistics.given())
-                found: Any = needs_all_rows(part, whole) or self._compared(part, whole, rows)
                 with hooks_seen() as hooks:
-                    graphs = self._computed(parts, self.statistics.given(), gradients=True).outputs
-                own_backward = hooks.any or has_own_function(graphs)
+                    part = self._computed(parts, self.statistics.given(), gradients=self.gradients)
+                found: Any = needs_all_rows(part, whole) or self._compared(part, whole, rows)
+                own_backward = hooks.any or has_own_function(part.outputs)
             except Exception as error:  # noqa: BLE001 - a model of one batch size, for instance
                 found = f"with a part of the rows it fails ({type(error).__name__})"
             everyone = self.workers.group.all_gather_json(found)
             if reason := next((one for one in everyone if isinstance(one, str)), None):
                 reasons[reason] += 1
             elif any(one != everyone[0] for one in everyone) or not (
-                done := self._reduced(found, graphs, part.outputs, whole.outputs, rows)
+                done := self._reduced(found, part.outputs, whole.outputs, rows)
             ):
                 reasons["its outputs are no rows, sums or means"] += 1
             elif own_backward and not self._has_same_gradients(dims, done, rows):
@@ -193,7 +192,7 @@ class _Trial:
         own = [leaf.clone() if isinstance(leaf, Tensor) and not gradients else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(own, self.structure)
         del own
-        before, quiet, printed = Kept(self.module), Observer(), io.StringIO()
+        before, quiet, printed = Kept(self.module, self.variables), Observer(self.parameters), io.StringIO()
         quiet.note((args, kwargs))
         with torch.no_grad():
             for constant in self.constants:
@@ -201,16 +200,18 @@ class _Trial:
         try:
             with torch.set_grad_enabled(gradients), rng.kept(), statistics, redirect_stdout(printed), quiet:
                 outputs, structure = flattened(self.call(self.module, *args, **kwargs))
-            ends, changed = [t.detach().clone() for t in self.tensors], before.changed
+            ends, changed = [one.detach().clone() for one in self.buffers], before.changed
         finally:
             with torch.no_grad():
-                for tensor, value in zip(self.tensors, self.before, strict=True):
+                for tensor, value in (*self.before, *quiet.written.values()):
                     tensor.data.copy_(value)
             if not fills:
                 before.put_back()
         del args, kwargs
+        if quiet.written:
+            changed = changed or "a parameter"
         if not (gradients or changed or self.scripted) and quiet.alive(
-            [*outputs, *self.tensors, *self.leaves, *self.statistics.held]
+            [*outputs, *self.parameters, *self.buffers, *self.leaves, *self.statistics.held]
         ):
             changed = "a tensor that is not among its outputs"
         return TriedCall(outputs, structure, ends, quiet.drawn, quiet.numbers, printed.getvalue(), changed)
@@ -246,19 +247,18 @@ class _Trial:
                     return shard
         return None
 
-    def _reduced(
-        self, found: list[list[Any]], graphs: Sequence[Any], outputs: Any, whole: Any, rows: int
-    ) -> tuple[Output, ...] | None:
+    def _reduced(self, found: list[list[Any]], outputs: Any, whole: Any, rows: int) -> tuple[Output, ...] | None:
         """With the numbers that rows were reduced to. A collective where there are any."""
         if ["reduced"] not in found:
             return tuple(Output(*how) for how in found)
         done, share = [], self.workers.own_rows(rows)[1] / rows
-        for how, graph, part, all_ in zip(found, graphs, outputs, whole, strict=True):
+        for how, graph, all_ in zip(found, outputs, whole, strict=True):
             if how != ["reduced"]:
                 done.append(Output(*how))
                 continue
-            if not part.is_floating_point():
+            if not graph.is_floating_point():
                 return None
+            part = graph.detach()
             divisor = loss_graph.divisor_of(graph) if graph.numel() == 1 else None
             own = [part, part * share, part.nan_to_num() * (divisor or 0.0), torch.full_like(part, divisor or 0.0)]
             total, mean, divided, weight = self.workers.sum_(torch.stack(own).double())
@@ -315,6 +315,14 @@ def _weights(output: Any) -> Tensor | None:
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
     return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether all of it is one number."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
+        return False
+    flat = tensor.detach().reshape(-1)
+    return bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
 
 
 def _spread(constant: Tensor) -> None:

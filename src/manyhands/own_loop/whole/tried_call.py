@@ -23,7 +23,7 @@ class TriedCall:
 
     outputs: list[Any]
     structure: Any
-    ends: list[Tensor]  # parameters and buffers afterwards
+    ends: list[Tensor]  # buffers afterwards
     drawn: list[tuple[int, ...]]
     numbers: list[float]
     printed: str
@@ -33,20 +33,32 @@ class TriedCall:
 class Observer(TorchDispatchMode):
     """Random numbers become constants, so that both ways can be compared; what was drawn, looked at and made is noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = {one.untyped_storage()._cdata: one for one in parameters if one.layout == torch.strided}
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}  # parameters, by identity, and what they were before
         self.drawn: list[tuple[int, ...]] = []  # shapes
         self.numbers: list[float] = []  # that Python was given: to print, to keep, to decide
         self._made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            self._keep([*args, *kwargs.values()])
         drawing = torch.Tag.nondeterministic_seeded in function.tags
         result = self._drawn(function, args, kwargs) if drawing else function(*args, **kwargs)
         if isinstance(result, float):
             self.numbers.append(result)
         self.note(result)
         return result
+
+    def _keep(self, values: Sequence[Any]) -> None:
+        """A parameter among these may be written to."""
+        for one in values:
+            if isinstance(one, Tensor) and one.layout == torch.strided:
+                found = self._parameters.get(one.untyped_storage()._cdata)
+                if found is not None and id(found) not in self.written:
+                    self.written[id(found)] = found, found.detach().clone()
 
     def note(self, values: Any) -> None:
         """These were made for this call."""
@@ -115,6 +127,12 @@ def _drawn_by_row(part: list[tuple[int, ...]], whole: list[tuple[int, ...]]) -> 
     return len(whole) == len(part) and all(a != b for a, b in zip(whole, part, strict=True))
 
 
+def _largest(x: Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    least, most = torch.aminmax(x.abs() if x.is_complex() else x)
+    return max(-float(least), float(most))
+
+
 def is_close(one: Tensor, other: Tensor) -> bool:
     """But for rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -125,7 +143,7 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     tolerance = _RELATIVE.get(one.dtype.to_real() if one.is_complex() else one.dtype, 1e-5)
     if not other.numel():
         return True
-    apart, largest = (float(torch.linalg.vector_norm(x, math.inf)) for x in (one - other, other))
+    apart, largest = _largest(one - other), _largest(other)
     if math.isfinite(apart) and math.isfinite(largest):
         return apart <= tolerance * max(largest, 1e-30)
     largest = float(torch.nan_to_num(other.abs().float(), 0, 0, 0).max())
