@@ -36,9 +36,8 @@ class Rows:
 
     def moments(self, x: Tensor) -> Moments:
         """Of all workers' `x` [rows, C, …]."""
-        dims = [d for d in range(x.dim()) if d != 1]
-        wide, channels = _wide(x), x.shape[1]
-        variance, mean = torch.var_mean(wide, dims, correction=0)
+        channels = x.shape[1]
+        mean, variance = own_moments(x)
         count = float(x.numel() // channels) if self.weight() else 0.0
         own = torch.cat([mean, variance * count, mean.new_tensor([count])])
         means, squares, counts = self.group.all_gather(own).split([channels, channels, 1], dim=1)
@@ -57,6 +56,11 @@ class Rows:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def own_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance [C] of this worker's values: on CPUs in a third of the time of `torch.var_mean`."""
+    return torch.batch_norm_update_stats(_wide(x.detach()), None, None, 0.0)
 
 
 class _Normalized(Function):
@@ -79,27 +83,17 @@ class _Normalized(Function):
         if torch.is_grad_enabled():
             return *_differentiable(ctx, gradient, x, scale, shift), None, None
         inverse = (variance + ctx.eps).rsqrt()
-        ones = torch.ones_like(mean)
-        backward = torch.ops.aten.native_batch_norm_backward
-        of_x, of_scale, of_shift = backward(
-            gradient.contiguous(),
-            x,
-            ones if scale is None else scale,
-            mean,
-            variance,
-            mean,
-            inverse,
-            False,
-            ctx.eps,
-            [True] * 3,
+        ones, zeros = torch.ones_like(mean), torch.zeros_like(mean)
+        gradient = gradient.contiguous()
+        _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, ones, mean, variance, mean, inverse, False, ctx.eps, [False, True, True]
         )
         slopes, offsets = ctx.rows.sum_(torch.cat([of_scale, of_shift]).to(mean.dtype)).div_(ctx.count).chunk(2)
         factor = inverse if scale is None else inverse * scale
-        shape = [1, -1] + [1] * (x.dim() - 2)
         by_x = factor * inverse * slopes
-        of_x.addcmul_(x, by_x.to(x.dtype).view(shape), value=-1).sub_(
-            (factor * offsets - by_x * mean).to(x.dtype).view(shape)
-        )
+        # factor * gradient - by_x * x + the rest, in two passes
+        of_x = F.batch_norm(gradient, zeros, ones, factor, by_x * mean - factor * offsets, False, 0.0, 0.0)
+        of_x = of_x.addcmul_(x, by_x.to(x.dtype).view([1, -1] + [1] * (x.dim() - 2)), value=-1)
         return of_x, None if scale is None else of_scale, None if shift is None else of_shift, None, None
 
 

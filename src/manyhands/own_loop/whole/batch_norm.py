@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.own_loop.whole.exchange import Workers
-from manyhands.replica.sync_batch_norm import Moments, Rows, batch_norm, note_moments
+from manyhands.replica.sync_batch_norm import Moments, Rows, batch_norm, note_moments, own_moments
 
 _plain = nn.functional.batch_norm
 
@@ -44,8 +44,7 @@ class Statistics:
         return [tensor for mean, variance, _ in self._kept for tensor in (mean, variance)]
 
     def _keep(self, x: Tensor) -> Moments:
-        variance, mean = torch.var_mean(x.detach(), [d for d in range(x.dim()) if d != 1], correction=0)
-        self._kept.append((mean, variance, x.numel() // x.shape[1]))
+        self._kept.append((*own_moments(x), x.numel() // x.shape[1]))
         return self._kept[-1]
 
     @contextmanager
