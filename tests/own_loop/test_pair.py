@@ -460,7 +460,7 @@ def test_what_cannot_be_is_named() -> None:
         (stepped_inside_backward, Unsupported, "inside backward"),
         (not_finite, ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
         (partial(not_finite, strategy="local-sgd"), ManyhandsError, "step 0 is not finite in 0.weight.*skip step"),
-        (other_models, BadInput, "rank 0: Linear of 4 parameters.*rank 1: Linear of 6"),
+        (other_models, BadInput, "worker 0 has weight .1, 3. .* where worker 1 has weight .1, 5."),
     ]
     for program, error, message in cases:
         with pytest.raises(error, match=message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,6 @@ from manyhands.engines.own_rules import list_rule
 from manyhands.errors import BadInput, Unsupported
 from manyhands.replica import fingerprint
 from manyhands.replica.executor import strangers
-from manyhands.replica.replica import Replica
 from manyhands.strategies import spec_of
 from manyhands.strategies.base import Strategy
 from manyhands.task import named
@@ -113,50 +112,23 @@ def late_parameters(optimizer: torch.optim.Optimizer, own: set[int]) -> list[nn.
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and id(p) not in own]
 
 
-def check_same(worker: Worker, shapes: list[list[int]]) -> None:
-    """A collective: BadInput unless all workers have unfrozen parameters of the same shapes."""
-    everyone = worker.group.all_gather_json(shapes)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise BadInput(
-                f"all workers must unfreeze the same parameters in the same step: those of worker 0 are of the shapes {everyone[0]}, "
-                f"those of worker {rank} {theirs}"
-            )
+def check_equal(group: Group, own: Sequence[str], must: str) -> None:
+    """A collective: BadInput unless all workers have the same. must: what all of them must do."""
+    everyone = group.all_gather_json(list(own))
+    first, *others = (one if isinstance(one, list) else [] for one in everyone)  # a worker may compare something else
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            pairs = zip_longest(first, theirs, fillvalue="nothing")
+            mine, other = next((one, another) for one, another in pairs if one != another)
+            raise BadInput(f"all workers must {must}: worker 0 has {mine} where worker {rank} has {other}")
 
 
-def check_same_shapes(worker: Worker, tensors: list[str]) -> None:
-    """A collective: BadInput unless all workers prepare models with the same tensors."""
-    everyone = worker.group.all_gather_json(tensors)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            mine, other = next((a, b) for a, b in zip_longest(everyone[0], theirs, fillvalue="nothing") if a != b)
-            raise BadInput(
-                f"all workers must prepare the same model: worker 0 has {mine} where worker {rank} has {other}"
-            )
+def named_tensors(model: nn.Module) -> list[str]:
+    """Name, shape and dtype of each parameter and buffer."""
+    return [f"{name} {list(t.shape)} {t.dtype}" for name, t in (*model.named_parameters(), *model.named_buffers())]
 
 
 def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> fingerprint.Facts:
     """The code and libraries of this worker's program; its rates too where every step must be equal on all workers."""
     facts = fingerprint.of_code(model, optimizer)
     return facts | (fingerprint.of_optimizer(optimizer) if strategy.needs.mean_gradient else {})
-
-
-def check_alike(replica: Replica, strategy: Strategy, group: Group) -> None:
-    """All workers must prepare the same thing; else their collectives would not match."""
-    layout = replica.layout
-    parts = f"{list(zip(layout.names, layout.shapes, strict=True))} {[list(b.shape) for b in replica.model.buffers()]}"
-    mine = [
-        f"{type(replica.model).__name__} of {layout.size} parameters in {layout.dtype}",
-        hashlib.sha256(parts.encode()).hexdigest(),
-        type(replica.optimizer).__name__,
-        repr(strategy),
-    ]
-    for rank, theirs in enumerate(group.all_gather_json(mine)):
-        if theirs != mine:
-            differences = [
-                f"rank {r}: {m[0]} ({m[1][:8]}), {m[2]}, {m[3]}"
-                for r, m in sorted([(group.rank, mine), (rank, theirs)])
-            ]
-            raise BadInput(
-                f"all workers must prepare the same model, optimizer and strategy, in the same order; {'; '.join(differences)}"
-            )

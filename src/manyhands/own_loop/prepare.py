@@ -20,7 +20,7 @@ from manyhands.engines.own_rules import list_rule
 from manyhands.engines.single_process import pick_device
 from manyhands.errors import BadInput, Unsupported, is_number
 from manyhands.own_loop import prepared_loader
-from manyhands.own_loop.argument_checks import check_arguments, facts_of, root_of
+from manyhands.own_loop.argument_checks import check_arguments, check_equal, facts_of, root_of
 from manyhands.own_loop.batches import WHOLE, batches_of, has_own_exchange
 from manyhands.own_loop.launch import launched_batches, launched_strategy
 from manyhands.own_loop.own_pace_schedule import OwnPaceSchedule, check_scheduler
@@ -263,12 +263,7 @@ def share(rows: B) -> B:
 def everybodys(rows: B, group: Group) -> B:
     """Rank 0's rows on all ranks; columns that are no tensors are as they are. A collective."""
     shapes = [f"{list(one.shape)} {one.dtype}" for _, one in columns(rows) if isinstance(one, Tensor)]
-    everyone = group.all_gather_json(shapes)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise BadInput(
-                f"all workers must give mh.share a batch of the same shapes; worker 0 gives {', '.join(everyone[0])}, worker {rank} {', '.join(theirs)}"
-            )
+    check_equal(group, shapes, "give mh.share a batch of the same shapes")
 
     def first(column: Any) -> Any:
         if not isinstance(column, Tensor):

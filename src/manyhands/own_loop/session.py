@@ -21,12 +21,12 @@ from manyhands import rng
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import BadInput, Unsupported
 from manyhands.own_loop.argument_checks import (
-    check_alike,
     check_arguments,
-    check_same,
+    check_equal,
     check_step,
     facts_of,
     late_parameters,
+    named_tensors,
     root_of,
 )
 from manyhands.own_loop.backward_watch import Roots, watch
@@ -421,7 +421,8 @@ class Pair:
         self._rates: tuple[PassProgress | None, list[float]] | None = None  # at their own pace: those of the last step
         self._hooks: list[Any] = []
         with self._exchanging():
-            check_alike(self.replica, strategy, self.worker.group)
+            kinds = [type(model).__name__, *named_tensors(model), type(optimizer).__name__, repr(strategy)]
+            check_equal(group, kinds, "prepare the same model, optimizer and strategy, in the same order")
             fingerprint.compare(self.worker, partial(facts_of, model, optimizer, strategy))
             self.state = strategy.start(self.replica, self.worker)
             strategy.synchronize(self.replica, self.worker, self.state, Change(generation=self.worker.generation))
@@ -580,7 +581,8 @@ class Pair:
         workers unfreeze the same ones, which is compared.
         """
         weight = self._own_weight if self._backwards else self.session.next_backward().weight
-        check_same(self.worker, [list(p.shape) for p in late])
+        shapes = [f"a parameter of shape {list(p.shape)}" for p in late]
+        check_equal(self.worker.group, shapes, "unfreeze the same parameters in the same step")
         if self.averages:
             for p in late:
                 p.grad = self._mean_of(p.grad, weight)

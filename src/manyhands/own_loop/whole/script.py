@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from manyhands import rng, units
 from manyhands.engines.driver.run_monitor import USER
 from manyhands.errors import calling_line
-from manyhands.own_loop.argument_checks import check_same_shapes
+from manyhands.own_loop.argument_checks import check_equal, named_tensors
 from manyhands.own_loop.rank_zero import RankZeroLines
 from manyhands.own_loop.whole.calls import Calls
 from manyhands.own_loop.whole.equality import EqualFacts
@@ -59,10 +59,9 @@ class WholeScript:
 
         Raises BadInput where the workers' models differ in more than values.
         """
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        check_same_shapes(self.worker, [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors])
+        check_equal(self.workers.group, named_tensors(model), "prepare the same model")
         with torch.no_grad():
-            for _, tensor in tensors:
+            for tensor in (*model.parameters(), *model.buffers()):
                 value = tensor.detach().contiguous().view(-1)
                 self.workers.group.broadcast_(value, 0)
                 tensor.data.copy_(value.view(tensor.shape))
