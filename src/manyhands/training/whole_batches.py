@@ -15,7 +15,7 @@ from manyhands.data.batch import columns, map_columns, rows_of
 from manyhands.engines.base import Engine
 from manyhands.errors import Unsupported
 from manyhands.own_loop.batches import WHOLE, batches_of
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import ShardedOutput
 from manyhands.own_loop.whole.script import WholeScript
 from manyhands.replica.executor import Allocate, AutogradExecutor, StepLoss
@@ -130,4 +130,4 @@ class WholeBatchExecutor(AutogradExecutor):
                 raise Unsupported(
                     f"batches={WHOLE} takes batches of tensors, which workers can put together, and {path or 'this one'} is {named(column)}: make it a tensor in collate"
                 )
-        return map_columns(own, lambda column: ShardedOutput.of(column, Shard(0, rows), self._workers))
+        return map_columns(own, lambda column: ShardedOutput.of(column, RowLayout(0, rows), self._workers))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.own_loop.whole.exchange import Workers
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import Lazy, ShardedOutput
 from manyhands.own_loop.whole.sharded_functions import parts_of
 from manyhands.testing.threads import together
@@ -59,9 +59,9 @@ x.reshape(-1, WIDE).mean(1); F.mse_loss(x, y); x * y[0, 0]
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_parts_as_on_the_whole(size: int) -> None:
-    check(BATCH_FIRST, (ROWS, WIDE), Shard(0, ROWS), size)
-    check(SEQUENCES + "; F.cross_entropy(x.transpose(1, 2), y.argmax(2))", (ROWS, 4, WIDE), Shard(0, ROWS), size)
-    check(SEQUENCES, (4, ROWS, WIDE), Shard(1, ROWS), size)
+    check(BATCH_FIRST, (ROWS, WIDE), RowLayout(0, ROWS), size)
+    check(SEQUENCES + "; F.cross_entropy(x.transpose(1, 2), y.argmax(2))", (ROWS, 4, WIDE), RowLayout(0, ROWS), size)
+    check(SEQUENCES, (4, ROWS, WIDE), RowLayout(1, ROWS), size)
 
 
 def test_targets_of_which_each_worker_has_its_rows() -> None:
@@ -72,7 +72,7 @@ def test_targets_of_which_each_worker_has_its_rows() -> None:
     for named in ({}, {"weight": weight}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
 
         def program(workers: Workers, named: Any = named) -> tuple[float, bool]:
-            shard = Shard(0, ROWS)
+            shard = RowLayout(0, ROWS)
             output, own = (ShardedOutput.of(workers.cut(t, shard), shard, workers) for t in (x, target))
             loss = F.cross_entropy(output, own, **named)
             return float(loss.whole()), bool(workers.gathered)
@@ -81,7 +81,7 @@ def test_targets_of_which_each_worker_has_its_rows() -> None:
         assert on_workers(3, program) == [(expected, False)] * 3, named
 
 
-def check(table: str, shape: tuple[int, ...], shard: Shard, size: int) -> None:
+def check(table: str, shape: tuple[int, ...], shard: RowLayout, size: int) -> None:
     """table: expressions of an output x and a tensor y, of this shape."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -18,10 +18,10 @@ from manyhands.own_loop.loss_graph import divisor_of
 from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers, cut, replicated
-from manyhands.own_loop.whole.layout import Shard, flattened
+from manyhands.own_loop.whole.layout import RowLayout, flattened
 from manyhands.own_loop.whole.lazy import Lazy, PartialSum, ShardedOutput, gathered
 from manyhands.own_loop.whole.module_state import ModuleState
-from manyhands.own_loop.whole.proof import Plan, Whole, found_plan, shapes_of
+from manyhands.own_loop.whole.proof import CallCut, Whole, found_plan, shapes_of
 
 _plain: Callable[..., Any] = nn.Module.__call__
 
@@ -32,13 +32,13 @@ _FILLING = 2  # calls that may fill attributes
 
 @dataclass
 class _Proof:
-    plan: Plan | Whole | None = None
+    plan: CallCut | Whole | None = None
     calls: int = 0
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to prove again that the call can be cut: what decides it may be nothing that `ModuleState` sees."""
-        return isinstance(self.plan, Plan) and (self.calls in (100, 1000) or self.calls % 10_000 == 9_999)
+        return isinstance(self.plan, CallCut) and (self.calls in (100, 1000) or self.calls % 10_000 == 9_999)
 
 
 @dataclass
@@ -105,21 +105,21 @@ class Calls:
             proof = self._proof(module, leaves, structure)
             plan = proof.plan
             self._note(module, leaves)
-            rows = 0 if not isinstance(plan, Plan) or not _can_cut(plan, leaves) else _rows(plan, leaves)
-            if not isinstance(plan, Plan) or rows < self.workers.size:
+            rows = 0 if not isinstance(plan, CallCut) or not _can_cut(plan, leaves) else _rows(plan, leaves)
+            if not isinstance(plan, CallCut) or rows < self.workers.size:
                 args, kwargs = gathered((args, kwargs))
                 result = _plain(module, *args, **kwargs)
             else:
                 result = self._in_parts(module, plan, leaves, structure, rows)
-            if proof.calls <= _FILLING or not isinstance(plan, Plan):
+            if proof.calls <= _FILLING or not isinstance(plan, CallCut):
                 self._known[module].state.follow(module)
             return result
         finally:
             self._within = False
 
-    def _in_parts(self, module: nn.Module, plan: Plan, leaves: Sequence[Any], structure: Any, rows: int) -> Any:
+    def _in_parts(self, module: nn.Module, plan: CallCut, leaves: Sequence[Any], structure: Any, rows: int) -> Any:
         parts = [
-            self._same(leaf) if dim is None else self._part(leaf, Shard(dim, rows))
+            self._same(leaf) if dim is None else self._part(leaf, RowLayout(dim, rows))
             for leaf, dim in zip(leaves, plan.inputs, strict=True)
         ]
         args, kwargs = (tuple(parts), {}) if structure is _ONE else pytree.tree_unflatten(parts, structure)
@@ -143,9 +143,9 @@ class Calls:
         proof.calls += 1
         return proof
 
-    def _tell(self, module: nn.Module, plan: Plan | Whole, before: _Proof) -> None:
+    def _tell(self, module: nn.Module, plan: CallCut | Whole, before: _Proof) -> None:
         name, size = type(module).__name__, self.workers.size
-        if isinstance(plan, Plan):
+        if isinstance(plan, CallCut):
             self._say(f"{name}: each of {size} workers computes its rows of a call")
         elif before.plan is None:
             self._say(f"{name} is computed whole by every worker: {plan.why}")
@@ -166,12 +166,12 @@ class Calls:
         leaf = leaf.whole() if isinstance(leaf, Lazy) else leaf
         return replicated(leaf, self.workers) if isinstance(leaf, Tensor) else leaf
 
-    def _part(self, leaf: Tensor, shard: Shard) -> Tensor:
+    def _part(self, leaf: Tensor, shard: RowLayout) -> Tensor:
         if isinstance(leaf, ShardedOutput) and not leaf.gathered and leaf.shard == shard:
             return leaf.part
         return cut(leaf.whole() if isinstance(leaf, Lazy) else leaf, shard, self.workers)
 
-    def _outputs(self, result: Any, plan: Plan, rows: int) -> Any:
+    def _outputs(self, result: Any, plan: CallCut, rows: int) -> Any:
         leaves, structure = ([result], None) if isinstance(result, Tensor) else flattened(result)
         done: list[Any] = []
         for leaf, output in zip(leaves, plan.outputs, strict=True):
@@ -217,7 +217,7 @@ def _is_symbolic(leaf: Any) -> bool:
     return type(leaf).__name__ in ("KerasTensor", "Proxy")
 
 
-def _can_cut(plan: Plan, leaves: Sequence[Any]) -> bool:
+def _can_cut(plan: CallCut, leaves: Sequence[Any]) -> bool:
     """Whether what a loss divides by is seen, without gradients it has no graph; and whether its outputs lie as they did."""
     if plan.shapes is not None and plan.shapes != shapes_of(leaves):
         return False
@@ -234,7 +234,7 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 
-def _rows(plan: Plan, leaves: Sequence[Any]) -> int:
+def _rows(plan: CallCut, leaves: Sequence[Any]) -> int:
     """How many rows the call has; 0 where its arguments disagree."""
     found = {leaf.shape[dim] for leaf, dim in zip(leaves, plan.inputs, strict=True) if dim is not None}
     return found.pop() if len(found) == 1 else 0

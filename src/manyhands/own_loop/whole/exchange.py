@@ -25,7 +25,7 @@ from typing_extensions import override
 from manyhands.comm.group import Group
 from manyhands.data.sharding import slice_of
 from manyhands.errors import Line, Unsupported, calling_line
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 
 
 class Leaves:
@@ -102,11 +102,11 @@ class Workers:
         start, stop = slice_of(rows, self.rank, self.size)
         return start, stop - start
 
-    def cut(self, whole: Tensor, shard: Shard) -> Tensor:
+    def cut(self, whole: Tensor, shard: RowLayout) -> Tensor:
         """This worker's part of a tensor that all hold."""
         return shard.narrow(whole, *self.own_rows(shard.rows))
 
-    def join(self, part: Tensor, shard: Shard) -> Tensor:
+    def join(self, part: Tensor, shard: RowLayout) -> Tensor:
         """The whole tensor of all workers' parts. A collective."""
         counts = [stop - start for start, stop in (slice_of(shard.rows, rank, self.size) for rank in range(self.size))]
         shape, own = list(part.shape), part.detach().contiguous()
@@ -147,22 +147,22 @@ class Gather(Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, part: Tensor, shard: Shard, workers: Workers) -> Tensor:
+    def forward(ctx: Any, part: Tensor, shard: RowLayout, workers: Workers) -> Tensor:
         ctx.shard, ctx.workers = shard, workers
         return workers.join(part, shard)
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return applied(Cut, gradient, ctx.shard, ctx.workers) * ctx.workers.size, None, None
+        return applied(TakeRows, gradient, ctx.shard, ctx.workers) * ctx.workers.size, None, None
 
 
-class Cut(Function):
+class TakeRows(Function):
     """A whole input -> this worker's part."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, whole: Tensor, shard: Shard, workers: Workers) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, shard: RowLayout, workers: Workers) -> Tensor:
         ctx.shard, ctx.workers = shard, workers
         return workers.cut(whole, shard)
 
@@ -232,8 +232,8 @@ def replicated(value: Tensor, workers: Workers) -> Tensor:
     return applied(Replicated, value, workers)
 
 
-def cut(whole: Tensor, shard: Shard, workers: Workers) -> Tensor:
-    """`Cut`, without a node in the graph where nobody differentiates."""
+def cut(whole: Tensor, shard: RowLayout, workers: Workers) -> Tensor:
+    """`TakeRows`, without a node in the graph where nobody differentiates."""
     if whole.requires_grad and torch.is_grad_enabled():
-        return applied(Cut, whole, shard, workers)
+        return applied(TakeRows, whole, shard, workers)
     return workers.cut(whole, shard)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Shard:
+class RowLayout:
     """Dimension `dim` of the whole tensor counts `outer` × `rows` × `inner`, of which each worker has some of the rows.
 
     A batch of B rows has dimension 0 with outer = inner = 1. A sequence [T, B, C] that was flattened to [T·B, C] has
@@ -50,12 +50,12 @@ class Shard:
         apart = [part.unflatten(self.dim, (self.outer, -1, self.inner)) for part in parts if part.shape[self.dim]]
         return torch.cat(apart, self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def permuted(self, order: Sequence[int]) -> Shard:
+    def permuted(self, order: Sequence[int]) -> RowLayout:
         """After `tensor.permute(order)`."""
         dims = len(order)
         return replace(self, dim=[d % dims for d in order].index(self.dim))
 
-    def reshaped(self, shape: Sequence[int], new: Sequence[int]) -> Shard | None:
+    def reshaped(self, shape: Sequence[int], new: Sequence[int]) -> RowLayout | None:
         """After a whole tensor of `shape` was reshaped to `new`; None where the rows do not lie in one dimension then."""
         before = math.prod(shape[: self.dim]) * self.outer
         behind = self.inner * math.prod(shape[self.dim + 1 :])
@@ -65,14 +65,14 @@ class Shard:
                 continue
             outer, inner = before // prefix, behind // suffix
             if outer * self.rows * inner == length:
-                return Shard(dim, self.rows, outer, inner)
+                return RowLayout(dim, self.rows, outer, inner)
         return None
 
     def part_shape(self, new: Sequence[int], rows: int) -> tuple[int, ...]:
         """Of a worker with so many rows, of a whole tensor of shape `new` with this layout."""
         return (*new[: self.dim], self.outer * rows * self.inner, *new[self.dim + 1 :])
 
-    def aligned(self, dims: int, other: int) -> Shard | None:
+    def aligned(self, dims: int, other: int) -> RowLayout | None:
         """In the result of broadcasting a tensor of `dims` dimensions with one of `other`; None where it needs more thought."""
         return replace(self, dim=self.dim + max(0, other - dims))
 

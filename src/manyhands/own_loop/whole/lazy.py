@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from manyhands.own_loop.whole.exchange import Gather, SumOfParts, Workers, applied
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 
 View = Callable[[Tensor], Tensor]
 
@@ -78,10 +78,10 @@ class Lazy(torch.Tensor):
 class ShardedOutput(Lazy):
     """This worker's rows of an output."""
 
-    shard: Shard
+    shard: RowLayout
 
     @classmethod
-    def of(cls, part: Tensor, shard: Shard, workers: Workers) -> ShardedOutput:
+    def of(cls, part: Tensor, shard: RowLayout, workers: Workers) -> ShardedOutput:
         made = cls._of(part, shard.whole_shape(part.shape), workers)
         made.shard = shard
         return made

@@ -21,7 +21,7 @@ from manyhands.own_loop.whole.backward_proof import gradients_of, has_own_functi
 from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import digest_of, other_values
 from manyhands.own_loop.whole.exchange import Workers
-from manyhands.own_loop.whole.layout import Shard, flattened
+from manyhands.own_loop.whole.layout import RowLayout, flattened
 from manyhands.own_loop.whole.module_state import Kept, has_backward_hooks, variables_of
 from manyhands.own_loop.whole.tried_call import Observer, TriedCall, is_close, needs_all_rows
 
@@ -29,7 +29,7 @@ _MOST_TRIES = 6
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallCut:
     """How a call is cut."""
 
     inputs: tuple[int | None, ...]  # by leaf of the arguments: which dimension counts the batch's rows
@@ -52,12 +52,12 @@ class Output:
         """Whether a dimension counts both what lies before the rows and behind them, so that a new length does not show which."""
         return self.outer > 1 and self.inner > 1
 
-    def shard(self, rows: int, times: int) -> Shard:
+    def shard(self, rows: int, times: int) -> RowLayout:
         """Of a call with so many rows. times: what its dimension counts for each row; of sequences it differs from call to call."""
         assert self.dim is not None
         if self.is_fixed:
-            return Shard(self.dim, rows, self.outer, self.inner)
-        return Shard(self.dim, rows, *((1, times) if self.inner > 1 else (times, 1)))
+            return RowLayout(self.dim, rows, self.outer, self.inner)
+        return RowLayout(self.dim, rows, *((1, times) if self.inner > 1 else (times, 1)))
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class Whole:
 
 def found_plan(
     call: Any, module: nn.Module, leaves: Sequence[Any], structure: Any, workers: Workers, statistics: Statistics
-) -> Plan | Whole:
+) -> CallCut | Whole:
     """Of the module's first call with arguments of this structure. A collective.
 
     call: what computes the module, `call(module, *args, **kwargs)`.
@@ -116,7 +116,7 @@ class _Trial:
         self.before = [(one, one.detach().clone()) for one in {*self.buffers, *self.constants}]
         self.gradients = torch.is_grad_enabled()
 
-    def plan(self) -> Plan | Whole:
+    def plan(self) -> CallCut | Whole:
         whole = self._whole()
         if why := next(filter(None, self.workers.group.all_gather_json(whole if isinstance(whole, str) else "")), ""):
             return Whole(why)
@@ -143,7 +143,7 @@ class _Trial:
                 reasons["its rows depend on each other in a backward of the script's own"] += 1
             else:
                 shapes = shapes_of(self.leaves) if any(output.is_fixed for output in done) else None
-                return Plan(dims, done, bool(whole.drawn), shapes)
+                return CallCut(dims, done, bool(whole.drawn), shapes)
         return Whole(next(iter(reasons), "no dimension of its arguments counts rows"))
 
     def _parts(self, leaves: Sequence[Any], dims: Sequence[int | None], rows: int) -> list[Any]:
@@ -234,7 +234,7 @@ class _Trial:
                 found.append([shard.dim, shard.outer, shard.inner])
         return found
 
-    def _shard_of(self, part: Tensor, whole: Tensor, rows: int) -> Shard | None:
+    def _shard_of(self, part: Tensor, whole: Tensor, rows: int) -> RowLayout | None:
         """Where the rows of an output lie."""
         own = self.workers.own_rows(rows)[1]
         for dim in range(whole.dim()):
@@ -242,7 +242,7 @@ class _Trial:
             if whole.shape[dim] != times * rows or part.shape[dim] != times * own:
                 continue
             for outer in [n for n in range(1, times + 1) if times % n == 0][:16]:
-                shard = Shard(dim, rows, outer, times // outer)
+                shard = RowLayout(dim, rows, outer, times // outer)
                 if shard.whole_shape(part.shape) == whole.shape and is_close(part, self.workers.cut(whole, shard)):
                     return shard
         return None

@@ -25,7 +25,7 @@ from manyhands.errors import BadInput, Line, calling_line
 from manyhands.own_loop.batches import ROWS, WHOLE
 from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import ShardedOutput
 
 _iterate: Callable[[Any], Iterator[Any]] = DataLoader.__iter__
@@ -49,7 +49,7 @@ class _ByRows:
     checked: bool  # whether each batch shows anew that it consists of rows: its collate_fn is the script's
 
 
-class Reading:
+class LoaderReading:
     """The passes of a script over its loaders."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Reading:
 
     def _seen_whole(self, batch: Any, rows: int) -> Any:
         """Of this worker's rows, seen as the whole."""
-        return pytree.tree_map_only(Tensor, lambda own: ShardedOutput.of(own, Shard(0, rows), self._workers), batch)
+        return pytree.tree_map_only(Tensor, lambda own: ShardedOutput.of(own, RowLayout(0, rows), self._workers), batch)
 
     def _are_rows(self, batch: Any, rows: int) -> bool:
         """Whether all workers have what `default_collate` would give them of a batch, by its shapes. A collective."""

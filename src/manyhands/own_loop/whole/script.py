@@ -21,7 +21,7 @@ from manyhands.own_loop.whole.equality import EqualFacts
 from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
 from manyhands.own_loop.whole.gradients import GradientMeans
 from manyhands.own_loop.whole.lazy import gathered
-from manyhands.own_loop.whole.reading import Reading
+from manyhands.own_loop.whole.reading import LoaderReading
 from manyhands.own_loop.whole.sharded_functions import parts_of
 from manyhands.worker import Worker
 
@@ -33,17 +33,17 @@ _LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 
 
 class WholeScript:
-    """Gradients of leaves become the mean over workers; see `Calls` and `Reading` for the rest."""
+    """Gradients of leaves become the mean over workers; see `Calls` and `LoaderReading` for the rest."""
 
     def __init__(self, worker: Worker, read: str | None = None, *, counts_steps: bool = True) -> None:
-        """read: see `Reading`. counts_steps: a backward is a step, of which nobody else tells the driver."""
+        """read: see `LoaderReading`. counts_steps: a backward is a step, of which nobody else tells the driver."""
         self._counts_steps = counts_steps
         self.worker, self.workers = worker, Workers(worker.mesh.data)
         self.say = RankZeroLines(self.workers.rank)
         facts = EqualFacts(self.workers)
         self.calls = Calls(self.workers, self.say, self._meet, facts)
         self.gradients = GradientMeans(self.workers, facts)
-        self.reading = Reading(self.workers, self.say, facts, read)
+        self.reading = LoaderReading(self.workers, self.say, facts, read)
         self.begins: Callable[[], None] = _nothing
         """Called once, before the first call of a module."""
         self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None

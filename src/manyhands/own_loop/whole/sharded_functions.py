@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from manyhands.own_loop.whole.exchange import cut, replicated
-from manyhands.own_loop.whole.layout import Shard
+from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import Lazy, PartialSum, ShardedOutput
 
 T = torch.Tensor
@@ -105,7 +105,7 @@ def _aligned(x: ShardedOutput, behind: int) -> Callable[[Tensor], Tensor]:
 # -- views and conversions -------------------------------------------------------------------------------------------------
 
 
-def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> ShardedOutput:
+def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: RowLayout) -> ShardedOutput:
     """Of the first argument, with the same other ones."""
     x = args[0]
     made = ShardedOutput.of(function(x.part, *args[1:], **kwargs), shard, x.workers)
