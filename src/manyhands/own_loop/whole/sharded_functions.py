@@ -395,6 +395,14 @@ def _requires_grad(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return bool((x.part if x._whole is None else x._whole).requires_grad)
 
 
+def _number(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a sum that came along with gradients."""
+    x = args[0]
+    if isinstance(x, PartialSum) and x.value is not None and not x.gathered:
+        return function(x.value, *args[1:], **kwargs)
+    return _conversion(function, args, kwargs) if function is T.detach else NotImplemented
+
+
 _LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
 
 
@@ -433,4 +441,5 @@ _HANDLERS: dict[Any, Handler] = {
     T.__getitem__: _item,
     T.backward: _backward,
     **dict.fromkeys(_properties("requires_grad"), _requires_grad),
+    **dict.fromkeys(_functions("item tolist __float__ __format__ detach"), _number),
 }
