@@ -333,10 +333,9 @@ def run(
                 arguments or [],
                 workers or place.default_workers(),
                 observation.verify,
-                strategy,
-                batches,
                 place,
                 timeout,
+                options.around_of(observation, strategy, timeout),
             )
 
         code = run_script(
@@ -363,10 +362,9 @@ def _verify(
     arguments: list[str],
     workers: int,
     steps: int,
-    strategy: str,
-    batches: str | None,
     engine: Engine,
     timeout_s: float,
+    observed: Any,
 ) -> None:
     """Raise ManyhandsError where the workers' first steps are not one process's."""
     from manyhands.evidence.check.rehearsal import rehearse
@@ -384,8 +382,7 @@ def _verify(
         workers=workers,
         steps=steps,
         engine=engine,
-        strategy=strategy,
-        batches=batches,
+        observed=observed,
         timeout_s=timeout_s,
     )
     if found.difference:

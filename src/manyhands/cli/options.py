@@ -612,6 +612,8 @@ def observation_of(
         )
     if verify is not None and verify < 1:
         raise BadInput(f"--verify takes the number of steps to compare, at least 1, not {verify}")
+    if kind == KERAS and _sees_whole(batches, own_batches, strategy):
+        del of_loops["--verify"]
     if kind != LOOP and (given := _first_given(of_loops)):
         raise BadInput(f"{given} is of a loop, and {script} runs as {kind}: leave it out, or give --as loop")
     if own_batches and verify is not None:

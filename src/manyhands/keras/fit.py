@@ -6,14 +6,14 @@ import ast
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manyhands.errors import BadInput, Unsupported
-from manyhands.own_loop.observed.script import Observed
+from manyhands.own_loop.observed.script import Observed, StepGroup
 
 _SAME = (
     "x",
@@ -46,6 +46,33 @@ class FitOnWorkers:
     strategy: str = "allreduce"
     batches: str | None = None
 
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the script computes with whole batches."""
+        return Observed(self.strategy, self.batches).sees_whole
+
+    @contextmanager
+    def in_float64(self, stepped: Callable[[str, Sequence[StepGroup]], None]) -> Iterator[None]:
+        """See `evidence.check.rehearsal.Watching`."""
+        os.environ["KERAS_BACKEND"] = "torch"
+        from manyhands.keras.backend import keras
+
+        plain, before = keras.optimizers.Optimizer.apply, keras.config.floatx()
+
+        def apply(optimizer: Any, *given: Any, **named: Any) -> Any:
+            found = plain(optimizer, *given, **named)
+            parameters = [variable.value for variable in optimizer._trainable_variables]
+            stepped(type(optimizer).__name__, [StepGroup(float(optimizer.learning_rate), parameters)])
+            return found
+
+        keras.optimizers.Optimizer.apply = apply
+        keras.config.set_floatx("float64")
+        try:
+            yield
+        finally:
+            keras.optimizers.Optimizer.apply = plain
+            keras.config.set_floatx(before)
+
     @contextmanager
     def __call__(self, path: str) -> Iterator[None]:
         from manyhands.own_loop.prepare import session
@@ -61,9 +88,8 @@ class FitOnWorkers:
         os.environ["KERAS_BACKEND"] = backend
         from manyhands.keras.backend import keras
 
-        observed = Observed(self.strategy, self.batches)
-        if observed.sees_whole:
-            with _callbacks_in_turn(), observed(path):
+        if self.sees_whole:
+            with _callbacks_in_turn(), Observed(self.strategy, self.batches)(path):
                 yield
             return
         strategy, plain = self.strategy, keras.Model.fit

@@ -15,6 +15,7 @@ from manyhands.cli.commands import app
 from manyhands.engines.local.engine import Local
 from manyhands.evidence.check.check import check
 from manyhands.evidence.check.rehearsal import LIMIT, Rehearsed, rehearse
+from manyhands.own_loop.observed.script import Observed
 
 
 @pytest.mark.slow
@@ -73,7 +74,7 @@ MIXING = Path(__file__).with_name("mixing.py")
 
 
 def rehearsed(loss: str, steps: int = 5, workers: int = 2, batches: str = "slices") -> Rehearsed:
-    return rehearse(MIXING, [loss], workers=workers, steps=steps, batches=batches)
+    return rehearse(MIXING, [loss], workers=workers, steps=steps, observed=Observed(batches=batches))
 
 
 def test_noise_is_no_difference() -> None:

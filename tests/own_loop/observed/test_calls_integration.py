@@ -12,6 +12,7 @@ KINDS: dict[str, str] = {
     "kept": "it keeps something from call to call (seen)",
     "says": "it prints something of all rows",
     "gradient_hook": "a hook of the script sees gradients in it",
+    "moving": "it keeps something from call to call (a parameter)",
     "attribute": "its rows depend on each other",
     "variable": "its rows depend on each other",
     "argument": "its rows depend on each other",

@@ -68,8 +68,8 @@ def test_what_is_said(two: Runs) -> None:
 # -- programs that are no loops ----------------------------------------------------------------------------------------
 
 
-def auto(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
-    words = (sys.executable, "-m", "manyhands", "run", "--auto", "-n", "2", str(SCRIPTS / f"{name}.py"))
+def auto(folder: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, "-m", "manyhands", "run", "--auto", "-n", "2", *options, str(SCRIPTS / f"{name}.py"))
     how = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
     return subprocess.run([*words, "--dump", str(folder / "2.pt")], **how, timeout=100, check=False)
 
@@ -78,8 +78,9 @@ def test_keras_fit_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     pytest.importorskip("keras")
     (ran,) = alone([Program("keras_fit")], tmp_path)
-    ended = auto(tmp_path, "keras_fit")
+    ended = auto(tmp_path, "keras_fit", "--verify", "3")
     assert ended.returncode == 0, ended.stderr
+    assert "3 steps: parameters, losses, rates and rows are one process's" in ended.stderr
     assert "keras_fit.py is run as keras" in ended.stderr
     assert ended.stdout.count("Epoch ") == 2
     one, several = ran.dump, torch.load(tmp_path / "2.pt")

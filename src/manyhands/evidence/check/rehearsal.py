@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands import rng
@@ -39,7 +38,7 @@ from manyhands.evidence.check.interventions import (
 )
 from manyhands.evidence.check.source_locations import running
 from manyhands.own_loop.launch import launch, run_as_main
-from manyhands.own_loop.observed.script import Observed
+from manyhands.own_loop.observed.script import Observed, StepGroup
 from manyhands.own_loop.prepare import session
 from manyhands.worker import Worker, as_current, current
 
@@ -64,25 +63,39 @@ def rehearse(
     workers: int,
     steps: int,
     engine: Engine | str = "local",
-    strategy: str = "allreduce",
-    batches: str | None = None,
+    observed: Watching = Observed(),  # noqa: B008 - it is frozen
     timeout_s: float = 300.0,
 ) -> Rehearsed:
     """Compare `workers` workers with one process on the first `steps` optimizer steps of a script.
 
-    Parameters, losses, rates and rows are compared after each step. What the script prints is dropped. Raises what the
-    script raises.
+    Parameters, losses, rates and rows are compared after each step. What the script prints is dropped. observed: what
+    watches the script on the workers. Raises what the script raises.
     """
-    program = str(path), tuple(args), Observed(strategy, batches), workers, steps
+    program = str(path), tuple(args), observed, workers, steps
     found = launch(_rehearse, *program, workers=workers + 1, engine=engine, threads_per_worker=1, timeout_s=timeout_s)
     return Rehearsed(**found[0])
+
+
+class Watching(Protocol):
+    """What watches a script that knows of no workers: `observed.script.Observed`, or `keras.fit.FitOnWorkers`."""
+
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the script computes with whole batches."""
+
+    def __call__(self, path: str) -> AbstractContextManager[None]:
+        """Within, the script that this process runs is one of all workers."""
+
+    def in_float64(self, stepped: Callable[[str, Sequence[StepGroup]], None]) -> AbstractContextManager[None]:
+        """Within, the script's numbers are float64, and `stepped` is called after each step of an optimizer: with its kind,
+        and its groups of parameters."""
 
 
 class _Enough(BaseException):
     """All steps are compared: unwinds the script, past its own `except Exception`."""
 
 
-def _rehearse(path: str, args: Sequence[str], observed: Observed, workers: int, steps: int) -> dict[str, Any]:
+def _rehearse(path: str, args: Sequence[str], observed: Watching, workers: int, steps: int) -> dict[str, Any]:
     here = current()
     assert here is not None
     alone = here.rank == workers
@@ -102,6 +115,7 @@ def _rehearse(path: str, args: Sequence[str], observed: Observed, workers: int, 
             if not alone:
                 stack.enter_context(observed(path))
             stack.enter_context(comparison.installed())
+            stack.enter_context(observed.in_float64(comparison.stepped))
             stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115 - as long as the process
             run_as_main(path, args)
             comparison.end()
@@ -151,7 +165,6 @@ class StepComparison:
             first = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
             self.loss = float(first.detach().sum())
 
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.stepped(optimizer))
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
         torch.autograd.backward = backward
         try:
@@ -160,7 +173,6 @@ class StepComparison:
         finally:
             DataLoader.__iter__ = plain_iter  # type: ignore[method-assign]
             torch.autograd.backward = plain_backward
-            hook.remove()
 
     def _batches(self, batches: Iterator[Any], mode: FunctionMode) -> Iterator[Any]:
         for batch in batches:
@@ -194,15 +206,15 @@ class StepComparison:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A collective of all: what has come out of this step."""
+    def stepped(self, kind: str, groups: Sequence[StepGroup]) -> None:
+        """A collective of all: what has come out of this step of an optimizer of this kind."""
         self.found["steps"] += 1
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        facts = {"loss": self.loss, "rates": rates, "rows": self.rows, "kind": type(optimizer).__name__}
+        rates = [group.rate for group in groups]
+        facts = {"loss": self.loss, "rates": rates, "rows": self.rows, "kind": kind}
         everyone = self.group.all_gather_json(facts)
         found = [self._differs_in_facts(everyone)]
         if not any(one["kind"] != everyone[0]["kind"] for one in everyone):
-            found.append(self._differs_in_parameters(optimizer))
+            found.append(self._differs_in_parameters([p for group in groups for p in group.parameters]))
         told = self.group.all_gather_json(", and ".join(filter(None, found)))[0]
         if told:
             self._explain(told)
@@ -235,12 +247,11 @@ class StepComparison:
                 return f"the loss is {one['loss']:.12g}, and in one process {alone['loss']:.12g}"
         return ""
 
-    def _differs_in_parameters(self, optimizer: torch.optim.Optimizer) -> str:
+    def _differs_in_parameters(self, parameters: Sequence[Tensor]) -> str:
         """On worker 0; the others know of none."""
-        own = [p.detach().double().reshape(-1) for group in optimizer.param_groups for p in group["params"]]
-        names = self._names(optimizer)
         difference = ""
-        for name, value in zip(names, own, strict=True):
+        for name, parameter in zip(self._names(parameters), parameters, strict=True):
+            value = parameter.detach().double().reshape(-1)
             theirs = value.clone().contiguous()
             self.group.broadcast_(theirs, self.group.size - 1)
             if self.group.rank or not value.numel():
@@ -251,12 +262,11 @@ class StepComparison:
                 difference = f"the parameter {name} is off by {far:.2g} of its largest value"
         return difference
 
-    def _names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+    def _names(self, parameters: Sequence[Tensor]) -> list[str]:
         named = {}
         if not self.alone:
             for pair in session().pairs:
                 named.update({id(p): name for name, p in pair.replica.model.named_parameters()})
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [named.get(id(p), f"{number} (shape {list(p.shape)})") for number, p in enumerate(parameters)]
 
     def _explain(self, difference: str) -> None:

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from glob import glob
@@ -18,6 +18,8 @@ from manyhands.errors import BadInput, Unsupported, users_line
 from manyhands.own_loop.batches import SLICES, WHOLE, batches_of, has_own_exchange
 
 if TYPE_CHECKING:  # they import torch
+    from torch import Tensor
+
     from manyhands.own_loop.observed.sliced_script import SlicedScript
     from manyhands.own_loop.session import Session
     from manyhands.own_loop.whole.script import WholeScript
@@ -112,6 +114,14 @@ def visible_gpus() -> int:
 
 
 @dataclass(frozen=True)
+class StepGroup:
+    """Parameters that an optimizer has stepped, with its rate."""
+
+    rate: float
+    parameters: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Observed:
     """`Observed(...)(path)`: within, the script that this process runs is one of all workers."""
 
@@ -151,6 +161,21 @@ class Observed:
                 yield
         finally:
             own.unchanged = False
+
+    @contextmanager
+    def in_float64(self, stepped: Callable[[str, Sequence[StepGroup]], None]) -> Iterator[None]:
+        """See `evidence.check.rehearsal.Watching`, which computes in float64 itself."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        def after(optimizer: Any, *_: Any) -> None:
+            groups = [StepGroup(float(group["lr"]), group["params"]) for group in optimizer.param_groups]
+            stepped(type(optimizer).__name__, groups)
+
+        hook = register_optimizer_step_post_hook(after)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @contextmanager
     def _whole(self, own: Session, strategy: Strategy) -> Iterator[None]:

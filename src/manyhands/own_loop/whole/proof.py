@@ -203,7 +203,7 @@ class _Trial:
             ends, changed = [one.detach().clone() for one in self.buffers], before.changed
         finally:
             with torch.no_grad():
-                for tensor, value in (*self.before, *quiet.written.values()):
+                for tensor, value in (*quiet.written.values(), *self.before):  # the first have spread values
                     tensor.data.copy_(value)
             if not fills:
                 before.put_back()

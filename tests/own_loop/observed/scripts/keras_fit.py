@@ -15,7 +15,12 @@ keras.utils.set_random_seed(0)
 x = np.random.default_rng(0).normal(size=(203, 8)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")
 model = keras.Sequential(
-    [keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(2, activation="softmax")]
+    [
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2, activation="softmax"),
+    ]
 )
 model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 history = model.fit(x, y, batch_size=32, epochs=2, shuffle=False, validation_split=0.2)
