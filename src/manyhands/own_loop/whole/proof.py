@@ -136,7 +136,7 @@ class _Trial:
             if reason := next((one for one in everyone if isinstance(one, str)), None):
                 reasons[reason] += 1
             elif any(one != everyone[0] for one in everyone) or not (
-                done := self._reduced(found, part.outputs, whole.outputs, rows)
+                done := self._reduced(found, parts, part.outputs, whole.outputs, rows)
             ):
                 reasons["its outputs are no rows, sums or means"] += 1
             elif own_backward and not self._has_same_gradients(dims, done, rows):
@@ -247,10 +247,14 @@ class _Trial:
                     return shard
         return None
 
-    def _reduced(self, found: list[list[Any]], outputs: Any, whole: Any, rows: int) -> tuple[Output, ...] | None:
+    def _reduced(
+        self, found: list[list[Any]], parts: Sequence[Any], outputs: Any, whole: Any, rows: int
+    ) -> tuple[Output, ...] | None:
         """With the numbers that rows were reduced to. A collective where there are any."""
         if ["reduced"] not in found:
             return tuple(Output(*how) for how in found)
+        if not self.gradients:  # the graph says what a loss divides by
+            outputs = self._computed(parts, self.statistics.given(), gradients=True).outputs
         done, share = [], self.workers.own_rows(rows)[1] / rows
         for how, graph, all_ in zip(found, outputs, whole, strict=True):
             if how != ["reduced"]:
