@@ -84,6 +84,7 @@ def test_what_cannot_be() -> None:
         ({}, {"strategy": "downpour"}, "each worker's model is its own between exchanges"),
         ({}, {"engine": "sim"}, "use engine local"),
         ({"micro_batch_size": 2}, {}, "with micro_batch_size a step has several losses"),
+        ({}, {"model_parallel": "stages=2"}, "with model_parallel a model has stages in several workers"),
         ({}, {"partition": "fixed"}, "each worker has rows of its own"),
         ({}, {"survive": "max_losses=1"}, "ends with any of them"),
         ({"batches": "slices", "sync_batch_norm": True}, {"strategy": "local-sgd"}, "do not make each step together"),

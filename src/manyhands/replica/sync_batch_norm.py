@@ -49,9 +49,9 @@ class Rows:
     def sum_(self, own: Tensor) -> Tensor:
         """Of gradients: those of a worker whose loss counts more count more, in this worker's measure."""
         weight = self.weight()
-        own = own * weight
-        self.group.all_reduce_(own)
-        return own / weight if weight else torch.zeros_like(own)
+        total = own * weight if weight else torch.zeros_like(own)
+        self.group.all_reduce_(total)
+        return total / weight if weight else torch.zeros_like(own)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -74,6 +74,7 @@ class _Normalized(Function):
         ctx.eps, ctx.rows, ctx.count, ctx.counted = eps, rows, count, float(bool(rows.weight()))
         found = mean, variance, torch.tensor(count)
         ctx.mark_non_differentiable(*found)
+        scale, shift = (None if one is None else one.to(mean.dtype) for one in (scale, shift))
         return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps), *found
 
     @staticmethod
@@ -89,12 +90,15 @@ class _Normalized(Function):
             gradient, x, ones, mean, variance, mean, inverse, False, ctx.eps, [False, True, True]
         )
         slopes, offsets = ctx.rows.sum_(torch.cat([of_scale, of_shift]).to(mean.dtype)).div_(ctx.count).chunk(2)
-        factor = inverse if scale is None else inverse * scale
+        factor = inverse if scale is None else inverse * scale.to(inverse.dtype)
         by_x = factor * inverse * slopes
         # factor * gradient - by_x * x + the rest, in two passes
         of_x = F.batch_norm(gradient, zeros, ones, factor, by_x * mean - factor * offsets, False, 0.0, 0.0)
         of_x = of_x.addcmul_(x, by_x.to(x.dtype).view([1, -1] + [1] * (x.dim() - 2)), value=-1)
-        return of_x, None if scale is None else of_scale, None if shift is None else of_shift, None, None
+        of_scale, of_shift = (
+            None if one is None else found.to(one.dtype) for one, found in ((scale, of_scale), (shift, of_shift))
+        )
+        return of_x, of_scale, of_shift, None, None
 
 
 class _Sum(Function):

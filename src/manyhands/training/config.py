@@ -104,8 +104,11 @@ class TrainConfig:
             raise Unsupported(no_cells_of_a_stream(self.strategy.name))
         self._check_micro_batches(batch_size)
         self._check_survive(batch_size, stream)
+        stages = self.model_parallel is not None
         changing = self.survive is not None and not self.survive.restarts_only
-        check_together(self.task, self.strategy, self.engine, partition=self.partition, members_change=changing)
+        check_together(
+            self.task, self.strategy, self.engine, partition=self.partition, members_change=changing, stages=stages
+        )
 
     def _check_kernel(self) -> None:
         """That the strategy trains a kernel, where the task has one."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -24,11 +23,13 @@ from manyhands.task import Evaluate, Metrics, Summed, Task, named
 from manyhands.worker import Worker
 
 
-def check_together(task: Task, strategy: Strategy, engine: Engine, *, partition: str, members_change: bool) -> None:
+def check_together(
+    task: Task, strategy: Strategy, engine: Engine, *, partition: str, members_change: bool, stages: bool
+) -> None:
     """Unsupported where a task's batches are whole, or its batch normalization is of all rows, and its workers cannot
     compute one batch together.
 
-    members_change: a run may go on without a worker that is lost.
+    members_change: a run may go on without a worker that is lost. stages: several workers hold a replica.
     """
     if task.batches == WHOLE:
         batches_of(task.batches, strategy)
@@ -37,8 +38,10 @@ def check_together(task: Task, strategy: Strategy, engine: Engine, *, partition:
         option, why = "sync_batch_norm=True", _not_synchronized(task, strategy, engine, members_change)
     else:
         return
-    if why:
-        raise Unsupported(f"{option}: {why}")
+    if why or stages:
+        raise Unsupported(
+            f"{option}: {why or 'with model_parallel a model has stages in several workers: leave one of them out'}"
+        )
 
 
 def _not_synchronized(task: Task, strategy: Strategy, engine: Engine, members_change: bool) -> str:
@@ -110,7 +113,13 @@ class WholeBatchExecutor(AutogradExecutor):
     def _computing(self, batch: Any | None) -> Iterator[Any | None]:
         """Within, calls of modules are cut. The whole batch, None where no worker has rows. A collective."""
         own = 0 if batch is None else rows_of(batch)
-        rows = int(self._workers.sum_(torch.tensor([float(own)], dtype=torch.float64)).item())
+        kinds = [f"{path} {list(one.shape[1:])} {one.dtype}" for path, one in columns(batch) if isinstance(one, Tensor)]
+        everyone = self._workers.group.all_gather_json([own, kinds if own else None])
+        rows, found = sum(count for count, _ in everyone), [kinds for _, kinds in everyone if kinds is not None]
+        if any(kinds != found[0] for kinds in found):
+            raise Unsupported(
+                f"batches={WHOLE}: the workers' rows of a batch are not of one shape ({found[0]} and others): each worker collates its own, so pad to a fixed length"
+            )
         try:
             with self._script.within():
                 yield self._seen_whole(batch, rows) if rows else None

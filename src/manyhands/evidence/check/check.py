@@ -121,7 +121,12 @@ def check(
         copies = stack.enter_context(with_materialized_data(sent)) if sent.usable else sent
         if not (sent.sendable and sys.platform == "linux"):
             found_engine = Sim()
-        how: dict[str, Any] = {"engine": found_engine, "timeout_s": timeout_s, "together": together}
+        how: dict[str, Any] = {
+            "engine": found_engine,
+            "timeout_s": timeout_s,
+            "together": together,
+            "whole": own.batches == WHOLE,
+        }
         trials = TrialRunner(copies=copies, sent=sent, workers=workers, **how)
         proofs, findings = Proofs(trials, say), list(unsendable)
         held, unjudged = list[str](), list[str]()
@@ -158,7 +163,7 @@ def _explain(proofs: Proofs) -> Results:
     inspection.run(None if failed is None else step, proofs.traces)
     results = inspection.results
     suspects = _merged([*proofs.results.suspects, *results.suspects])
-    if trials.together:
+    if trials.whole:
         suspects = [one for one in suspects if one.remedy not in _OF_SLICES]
     if failed is None:
         broken = [one.finding for one in suspects if one.kind in PROVEN_ELSEWHERE]

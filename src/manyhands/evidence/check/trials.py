@@ -67,6 +67,7 @@ class TrialRunner:
     engine: Engine
     timeout_s: float
     together: bool = False  # workers compute a batch together, which needs a process for each
+    whole: bool = False  # … and see all of it
 
     def run_solo(self, config: TrialConfig) -> Trace:
         """One worker. Raises what training raises."""
@@ -77,7 +78,7 @@ class TrialRunner:
         return self._launch(self.engine, self.workers, config)
 
     def difference(self, config: TrialConfig) -> tuple[Step, ...]:
-        """The differences between one worker and N simulated ones."""
+        """The differences between one worker and N, which are simulated where they can be."""
         solo = self.run_solo(replace(config, slices=self.workers) if SLICES in config.without else config)
         engine = self.engine if self.together else Sim()
         several = self._launch(engine, self.workers, with_solo_rates(config, solo))

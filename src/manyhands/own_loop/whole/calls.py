@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from manyhands import rng
-from manyhands.errors import calling_line
+from manyhands.errors import ManyhandsError, calling_line
 from manyhands.own_loop.loss_graph import divisor_of
 from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import EqualFacts, digest_of
@@ -26,7 +28,7 @@ from manyhands.own_loop.whole.proof import CallCut, Whole, found_plan, shapes_of
 _plain: Callable[..., Any] = nn.Module.__call__
 
 
-_MOST_STATES = 8  # of a module, in which a kind of call is proven: what holds in all of these holds in others
+_MOST_STATES = 16  # of a module, in which a kind of call is proven; and of kinds, 8 times as many
 _FILLING = 2  # calls that may fill attributes
 
 
@@ -38,7 +40,7 @@ class _Proof:
     @property
     def is_due(self) -> bool:
         """Whether it is time to prove again that the call can be cut: what decides it may be nothing that `ModuleState` sees."""
-        return isinstance(self.plan, CallCut) and (self.calls in (100, 1000) or self.calls % 10_000 == 9_999)
+        return isinstance(self.plan, CallCut) and (self.calls in (99, 999) or self.calls % 10_000 == 9_999)
 
 
 @dataclass
@@ -49,12 +51,10 @@ class _Proofs:
     _by_state: dict[Any, _Proof] = field(default_factory=dict)
 
     def of(self, state: int, leaves: Sequence[Any]) -> _Proof:
-        """In this state of the module, with these whole numbers among the arguments."""
-        key = state, *[leaf for leaf in leaves if type(leaf) is int]
+        """In this state of the module, with these numbers among the arguments. See `_of_number`."""
+        key = state, *[_of_number(leaf) for leaf in leaves if type(leaf) in (int, float)]
         if key not in self._by_state and len(self._by_state) == _MOST_STATES:
-            plans = [proof.plan for proof in self._by_state.values()]
-            alike = all(plan == plans[0] for plan in plans)
-            self.settled = _Proof(plans[0] if alike else Whole("what it computes changes from call to call"))
+            self.settled = _Proof(Whole("its attributes or whole numbers among its arguments are others in each call"))
             return self.settled
         return self._by_state.setdefault(key, _Proof())
 
@@ -71,10 +71,16 @@ class Calls:
     """The outermost calls of a script's modules, by the thread that made this."""
 
     def __init__(
-        self, workers: Workers, say: Callable[[str], None], begins: Callable[[nn.Module], None], facts: EqualFacts
+        self,
+        workers: Workers,
+        say: Callable[[str], None],
+        begins: Callable[[nn.Module], None],
+        know: Callable[[nn.Module], None],
+        facts: EqualFacts,
     ) -> None:
-        """begins: told of the module before it is computed. facts: gets the digests of what it is called with."""
-        self.workers, self._say, self._begins, self._facts = workers, say, begins, facts
+        """begins: told of the module before it is computed. know: told of one whose parameters may be new. facts: gets the
+        digests of what it is called with."""
+        self.workers, self._say, self._begins, self._know, self._facts = workers, say, begins, know, facts
         self.statistics = Statistics(workers)
         self._within = False
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -85,13 +91,37 @@ class Calls:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._within or not self.workers.in_own_thread or not _has_parameters(module):
+                if (
+                    isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+                ):  # which would not see what is lazy
+                    args, kwargs = gathered((args, kwargs), type(module).__name__)
                 return _plain(module, *args, **kwargs)
+            if torch._C._current_graph_task_id() != -1 and module not in self._known:
+                return self._again(module, args, kwargs)
             return self._call(module, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Within, calls are computed as they are given."""
+        before, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = before
+
     def remove(self) -> None:
         nn.Module.__call__ = _plain  # type: ignore[method-assign]
+
+    def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Within a backward, for `torch.utils.checkpoint`: what was computed within a call, of the same rows."""
+        self._within = True
+        try:
+            with self.statistics.of_all_workers():
+                return _plain(module, *args, **kwargs)
+        finally:
+            self._within = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,37 +153,47 @@ class Calls:
             for leaf, dim in zip(leaves, plan.inputs, strict=True)
         ]
         args, kwargs = (tuple(parts), {}) if structure is _ONE else pytree.tree_unflatten(parts, structure)
-        synchronized = self.statistics.of_all_workers() if module.training else nullcontext()
-        with synchronized, self._noise if plan.draws else nullcontext():
+        with self.statistics.of_all_workers(), self._noise if plan.draws else nullcontext():
             result = _plain(module, *args, **kwargs)
-        return self._outputs(result, plan, rows)
+        return self._outputs(result, plan, rows, type(module).__name__)
 
     def _proof(self, module: nn.Module, leaves: Sequence[Any], structure: Any) -> _Proof:
         """A collective where it is made: at the first call in this state of the module, and now and then again."""
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = _Known(ModuleState(module))
-        proofs = known.proofs.setdefault(_kind_of(module, leaves, structure), _Proofs())
+        kind = _kind_of(module, leaves, structure)
+        few = _has_few_rows(leaves, self.workers.size)
+        if (kind not in known.proofs and len(known.proofs) == 8 * _MOST_STATES) or any(
+            map(is_lazy, module.parameters())
+        ):
+            return _Proof(Whole("it is called in ever new ways"))
+        proofs = known.proofs.setdefault(kind, _Proofs())
         proof = proofs.settled or proofs.of(known.state.number(module), leaves)
-        if proof.plan is None or proof.is_due:
+        if proof is proofs.settled and not proof.calls:
+            self._tell(module, proof.plan, _Proof())
+        if proof.plan is None or (proof.is_due and not few):
+            self._know(module)
             plan = found_plan(_plain, module, gathered(list(leaves)), structure, self.workers, self.statistics)
-            self._tell(module, plan, proof)
-            if proof.plan is None or isinstance(plan, Whole):
+            if few and isinstance(plan, Whole):
+                return _Proof(plan)  # of a batch of fewer rows than workers, which says nothing of others
+            if proof.plan is None or not _is_same_cut(plan, proof.plan):
+                self._tell(module, plan, proof)
                 proof.plan = plan
         proof.calls += 1
         return proof
 
-    def _tell(self, module: nn.Module, plan: CallCut | Whole, before: _Proof) -> None:
-        name, size = type(module).__name__, self.workers.size
-        if isinstance(plan, CallCut):
-            self._say(f"{name}: each of {size} workers computes its rows of a call")
-        elif before.plan is None:
-            self._say(f"{name} is computed whole by every worker: {plan.why}")
-        else:
-            self._say(
-                f"{name} is computed whole by every worker from its call {before.calls + 1} on: {plan.why}. That was not so when it was proven last, by a call of "
-                "the same kind: what decides it is none of its attributes or arguments, and numbers since then may not be one process's"
+    def _tell(self, module: nn.Module, plan: CallCut | Whole | None, before: _Proof) -> None:
+        how = f": each of {self.workers.size} workers computes its rows of a call"
+        if isinstance(plan, Whole):
+            how = f" is computed whole by every worker: {plan.why}"
+        late = ""
+        if before.plan is not None:
+            late = (
+                f". That is from its call {before.calls + 1} on, and was otherwise when it was proven last, by a call of the same kind: what decides it is none of its "
+                "attributes or arguments, and numbers since then may not be one process's"
             )
+        self._say(f"{type(module).__name__}{how}{late}")
 
     def _note(self, module: nn.Module, leaves: Sequence[Any]) -> None:
         """What all workers must have alike. Of a part nothing is known, and where a GPU would be waited for."""
@@ -171,14 +211,22 @@ class Calls:
             return leaf.part
         return cut(leaf.whole() if isinstance(leaf, Lazy) else leaf, shard, self.workers)
 
-    def _outputs(self, result: Any, plan: CallCut, rows: int) -> Any:
+    def _outputs(self, result: Any, plan: CallCut, rows: int, module_name: str) -> Any:
         leaves, structure = ([result], None) if isinstance(result, Tensor) else flattened(result)
         done: list[Any] = []
+        line, own = calling_line(), self.workers.own_rows(rows)[1]
         for leaf, output in zip(leaves, plan.outputs, strict=True):
             if output.reduced:
                 done.append(PartialSum.of(self._summed(leaf, output.reduced, rows), self.workers))
             elif output.dim is not None:
-                times = leaf.shape[output.dim] // self.workers.own_rows(rows)[1]
+                times, over = divmod(leaf.shape[output.dim], own)
+                if over:
+                    raise ManyhandsError(
+                        f"an output of a {module_name} has {leaf.shape[output.dim]} values for {own} rows of this worker: its size follows values, and it was not so "
+                        'when the call was proven to be cut by rows. Let each worker have its own rows: batches="slices"'
+                    )
+                apart = [*leaf.shape[: output.dim], times, *leaf.shape[output.dim + 1 :]]
+                self._facts.add(line, f"the shape of what a {module_name} gives", zlib.crc32(repr(apart).encode()))
                 done.append(ShardedOutput.of(leaf, output.shard(rows, times), self.workers))
             else:
                 done.append(leaf)
@@ -211,9 +259,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_symbolic(leaf: Any) -> bool:
-    """A tensor without values, or of a transformation of torch.func: torch's meta tensors, Keras' and torch.fx's own."""
+    """A nested tensor, one without values, or one of a transformation of torch.func: torch's meta tensors, Keras' and torch.fx's own."""
     if isinstance(leaf, Tensor):
-        return leaf.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+        return leaf.is_meta or leaf.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
     return type(leaf).__name__ in ("KerasTensor", "Proxy")
 
 
@@ -222,6 +270,26 @@ def _can_cut(plan: CallCut, leaves: Sequence[Any]) -> bool:
     if plan.shapes is not None and plan.shapes != shapes_of(leaves):
         return False
     return torch.is_grad_enabled() or all(o.reduced != "divided" for o in plan.outputs)
+
+
+def _is_same_cut(one: CallCut | Whole, other: CallCut | Whole) -> bool:
+    """Of sequences of other lengths outputs lie otherwise, too."""
+    if isinstance(one, Whole) or isinstance(other, Whole):
+        return isinstance(one, Whole) and isinstance(other, Whole)
+    return one.inputs == other.inputs and [(o.dim, o.reduced) for o in one.outputs] == [
+        (o.dim, o.reduced) for o in other.outputs
+    ]
+
+
+def _of_number(value: float) -> float | None:
+    """Of a float it counts whether it is 0 or 1, where a weight hides what it weighs."""
+    return value if type(value) is int or value in (0.0, 1.0) else None
+
+
+def _has_few_rows(leaves: Sequence[Any], size: int) -> bool:
+    """Whether the first tensor has fewer rows than there are workers."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    return first is not None and first.shape[0] < size
 
 
 def _kind_of(module: nn.Module, leaves: Sequence[Any], structure: Any) -> Any:

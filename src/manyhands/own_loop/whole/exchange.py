@@ -127,14 +127,24 @@ class Workers:
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over workers, in place. A collective."""
-        flat = tensor.contiguous().view(-1)
+        flat = real_view(tensor.contiguous()).view(-1)
         self._show_line()
         self.group.all_reduce_(flat)
-        return flat.view(tensor.shape)
+        return like(tensor, flat)
 
     def _show_line(self) -> None:
         """In errors of the group, for workers that come to different operations."""
         self.group.line = calling_line().number
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """A complex tensor as one of real numbers, which messages hold."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def like(tensor: Tensor, flat: Tensor) -> Tensor:
+    """The numbers of `flat`, of real parts and imaginary ones where `tensor` is complex, in its shape."""
+    return torch.view_as_complex(flat.view(*tensor.shape, 2)) if tensor.is_complex() else flat.view(tensor.shape)
 
 
 def applied(function: type[Function], *args: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.errors import Line
 from manyhands.own_loop.whole.equality import CHECK_BITS, EqualFacts
-from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
+from manyhands.own_loop.whole.exchange import Workers, like, mean_of_workers, real_view
 from manyhands.own_loop.whole.lazy import PartialSum
 
 Kind = tuple[torch.dtype, torch.device]
@@ -56,6 +56,7 @@ class GradientMeans:
         self._workers, self._facts = workers, facts
         self._rooms: dict[Line, dict[Kind, _Room]] = defaultdict(dict)  # by line of a backward
         self._before: dict[int, tuple[Tensor, int]] = {}
+        self._had: set[int] = set()  # numbers of leaves that had a gradient before the newest backward
         self._hooked: set[int] = set()
         self.elsewhere: set[int] = set()
         """Numbers of leaves whose gradients are averaged by somebody else."""
@@ -68,16 +69,18 @@ class GradientMeans:
             if leaf.grad is not None
         }
         for number, leaf in self._workers.leaves.numbered():
-            if leaf._backward_hooks and number not in self._hooked:
+            hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+            if hooks and number not in self._hooked and number not in self.elsewhere:
                 self._hooked.add(number)
                 self._before_hooks(leaf)
 
     def _before_hooks(self, leaf: Tensor) -> None:
         """Hooks of the script see the mean."""
-        hooks: Any = leaf._backward_hooks
-        theirs = dict(hooks)
-        hooks.clear()
+        theirs = dict(leaf._backward_hooks or {})
+        if leaf._backward_hooks:
+            leaf._backward_hooks.clear()
         leaf.register_hook(lambda gradient: self.mean_of(gradient))
+        hooks: Any = leaf._backward_hooks
         hooks.update(theirs)
 
     def mean_of(self, gradient: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ class GradientMeans:
         """
         self._workers.group.line = line.number
         changed = dict(self._changed())
-        self._before = {}
+        self._had, self._before = set(self._before), {}
         self._average_graphs(changed)
         rooms = self._rooms[line]
         more = [number for number, leaf in changed.items() if not self._has_room(rooms, number, leaf)]
@@ -143,7 +146,7 @@ class GradientMeans:
             self._average_rows(leaves[number], number in changed)
         apart: dict[Kind, _Room] = defaultdict(_Room)
         for number in fresh:
-            apart[_kind(leaves[number])].leaves[number] = leaves[number].numel()
+            apart[_kind(leaves[number])].leaves[number] = leaves[number].numel() * (1 + leaves[number].is_complex())
         for kind, room in apart.items():
             self._exchange(room, kind, changed, [], 0)
         for kind in {**rooms, **apart}:
@@ -192,8 +195,8 @@ class GradientMeans:
                 continue
             bits |= 1 << _FIRST_LEAF + i
             if gradient.data_ptr() != view.data_ptr():
-                targets.append(view.view(gradient.shape))
-                sources.append(gradient)
+                sources.append(real_view(gradient))
+                targets.append(view.view(sources[-1].shape))
         if targets:
             torch._foreach_copy_(targets, sources)
         if absent:
@@ -206,15 +209,19 @@ class GradientMeans:
             leaf = leaves.get(number)
             if leaf is None or not found >> (_FIRST_LEAF + i) & 1:
                 continue
-            if leaf.grad is None or leaf.grad.data_ptr() != view.data_ptr():
-                leaf.grad = view.view(leaf.shape).data  # it counts its changes by itself
+            if leaf.grad is not None and leaf.grad.data_ptr() == view.data_ptr():
+                continue
+            if leaf.grad is not None and number in self._had:  # somebody may hold it
+                leaf.grad.copy_(like(leaf, view))
+            else:
+                leaf.grad = like(leaf, view).data  # it counts its changes by itself
         for one, view in zip(sums, carried, strict=True):
             one.know(view.clone().view(one.shape) * self._workers.size)
         return found
 
 
 def _kind(tensor: Tensor) -> Kind:
-    return tensor.dtype, tensor.device
+    return tensor.dtype.to_real(), tensor.device
 
 
 def _inside(gradients: Sequence[Tensor], buffer: Tensor | None) -> int:

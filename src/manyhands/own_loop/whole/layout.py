@@ -72,10 +72,6 @@ class RowLayout:
         """Of a worker with so many rows, of a whole tensor of shape `new` with this layout."""
         return (*new[: self.dim], self.outer * rows * self.inner, *new[self.dim + 1 :])
 
-    def aligned(self, dims: int, other: int) -> RowLayout | None:
-        """In the result of broadcasting a tensor of `dims` dimensions with one of `other`; None where it needs more thought."""
-        return replace(self, dim=self.dim + max(0, other - dims))
-
 
 def flattened(values: Any) -> tuple[list[Any], Any]:
     """(leaves, structure) of nested values; a script's dataclasses are nested values, too, from the first one on."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from manyhands.errors import Unsupported
 from manyhands.own_loop.whole.exchange import Gather, SumOfParts, Workers, applied
 from manyhands.own_loop.whole.layout import RowLayout
 
@@ -43,7 +44,8 @@ class Lazy(torch.Tensor):
     def whole(self) -> Tensor:
         """The tensor of all rows. A collective, the first time."""
         if self._whole is None:
-            self._whole = self._made() if self.base is None else self.replay(self.base.whole())
+            with torch.set_grad_enabled(self.part.requires_grad):  # whatever it is where the script looks first
+                self._whole = self._made() if self.base is None else self.replay(self.base.whole())
         return self._whole
 
     def _made(self) -> Tensor:
@@ -70,8 +72,16 @@ class Lazy(torch.Tensor):
     @classmethod
     @override
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What passes `__torch_function__` by, such as scripted functions and vmap, gets the whole."""
-        args, named = gathered((args, kwargs or {}), function.__name__)
+        """What passes `__torch_function__` by, such as scripted functions, gets the whole; gradients would be lost there."""
+        named = kwargs or {}
+        lazy = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, Lazy)]
+        wants_gradient = torch.is_grad_enabled() and function is not torch.ops.aten.detach.default
+        if wants_gradient and any(one.part.requires_grad for one in lazy):
+            raise Unsupported(
+                f"{function.__name__} of an output of a call that workers have cut takes a way that its gradient cannot follow (a scripted or compiled function): "
+                'call it within a module, or let each worker have its own rows: batches="slices"'
+            )
+        args, named = gathered((args, named), function.__name__)
         return function(*args, **named)
 
 
@@ -126,6 +136,9 @@ class PartialSum(Lazy):
 
 def gathered(values: Any, function: str = "a module or a function of the script") -> Any:
     """The same nested values with whole tensors. function: who needs them."""
+
+    if not any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(values)):
+        return values  # the script's own lists and dicts, which a function may fill
 
     def whole(one: Lazy) -> Tensor:
         before, one.workers.looking = one.workers.looking, function

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import CellType, CodeType, FunctionType
+from itertools import chain, count
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +20,12 @@ _KEPT = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _CONTAINERS = (list, dict, set, deque)
-_SHORT = 8  # of a container of so many, what is in it counts, too
+_SHORT = 64  # of a container of fewer, what is in it counts, too
+_OF_TORCH = {*vars(nn.Module())}  # attributes that every module has
+_GLOBAL_HOOKS = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+)
 _NOT_THERE = object()
 
 
@@ -35,9 +42,8 @@ class ModuleState:
         """Alike for the same state; of a float it counts whether it is 0, of a tensor attribute dtype and dimensions."""
         identities = self._identities_of(module)
         if identities != self._identities:
-            if len(identities) != len(self._identities):
-                self._variables = variables_of(module)
-            self._identities = identities
+            self._variables = variables_of(module)
+            self._identities = self._identities_of(module)
             self._newest = self._numbers.setdefault(self._fingerprint(module), len(self._numbers))
         return self._newest
 
@@ -46,28 +52,69 @@ class ModuleState:
         self._identities = self._identities_of(module)
 
     def _identities_of(self, module: nn.Module) -> list[int]:
-        found = [id(hook) for hook in torch_module._global_forward_hooks.values()]
+        """Of objects, in an order; of hooks the numbers under which they were registered, which never come again."""
+        found = [*chain.from_iterable(_GLOBAL_HOOKS)]
+        seen, seen_types = set[int](), set[type]()
         for inner in _modules(module):
             state = vars(inner)
+            if type(inner) not in seen_types:
+                seen_types.add(type(inner))
+                if not type(inner).__module__.startswith("torch."):
+                    found += map(id, vars(type(inner)).values())
             found += map(id, state.values())
             for name in _HOOKS:
                 if hooks := state.get(name):
-                    found += map(id, hooks.values())
+                    found += hooks
             found += map(id, inner._modules.values())
+            for name, value in state.items():
+                if name not in _OF_TORCH and type(value) not in _PLAIN:
+                    _add_contents(value, found, seen)
         for variable in self._variables:
-            value = variable.value
-            found.append(id(value))
-            if isinstance(value, _CONTAINERS) and len(value) < _SHORT:
-                found += map(id, _contents(value))
+            found.append(id(variable.value))
+            _add_contents(variable.value, found, seen)
         return found
 
     def _fingerprint(self, module: nn.Module) -> Any:
         modules = [
-            (type(inner), *((name, _of_value(value)) for name, value in vars(inner).items() if name not in _KEPT))
+            (
+                type(inner),
+                *map(_serial, _functions_of(type(inner))),
+                *(tuple(vars(inner).get(name) or ()) for name in _HOOKS),
+                *((name, _of_value(value)) for name, value in vars(inner).items() if name not in _OF_TORCH),
+            )
             for inner in _modules(module)
         ]
         variables = [(one.name, _of_value(one.value)) for one in self._variables]
-        return (*modules, *variables, *map(id, torch_module._global_forward_hooks.values()))
+        return (*modules, *variables, *chain.from_iterable(_GLOBAL_HOOKS))
+
+
+def _functions_of(kind: type) -> list[Any]:
+    """Of a class of the script: one of them may be replaced."""
+    return [] if kind.__module__.startswith("torch.") else [one for one in vars(kind).values() if callable(one)]
+
+
+def _add_contents(value: Any, found: list[int], seen: set[int]) -> None:
+    """What a container or an object of the script holds, to so many values."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, _CONTAINERS):
+        if len(value) < _SHORT:
+            found += map(id, _contents(value))
+    else:
+        found += map(id, _fields_of(value).values())
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Plain values and containers that an object or a class of the script holds: options, a configuration, counts."""
+    if isinstance(value, type):
+        held: Any = {} if value.__module__.partition(".")[0] in ("torch", "builtins") else vars(value)
+    elif isinstance(value, (nn.Module, Tensor, FunctionType, MethodType, ModuleType, *_PLAIN, *_CONTAINERS)):
+        return {}
+    else:
+        held = getattr(value, "__dict__", {})
+    kinds = (*_PLAIN, *_CONTAINERS)
+    return {name: one for name, one in held.items() if isinstance(one, kinds) and not name.startswith("__")}
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -84,12 +131,32 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _of_value(value: Any) -> Any:
     if isinstance(value, float):
-        return bool(value)
+        return value if value in (0.0, 1.0) else None
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     if isinstance(value, tuple) or (isinstance(value, _CONTAINERS) and len(value) < _SHORT):
-        return tuple(map(_of_value, _contents(value)))
-    return value if isinstance(value, _PLAIN) else id(value)
+        return tuple(_of_value(one) if isinstance(one, _PLAIN) else _serial(one) for one in _contents(value))
+    if isinstance(value, _PLAIN):
+        return value
+    if fields := _fields_of(value):
+        return type(value), tuple((name, _of_value(one)) for name, one in fields.items())
+    return _serial(value)
+
+
+_serials: dict[int, tuple[Any, int]] = {}  # by identity: a weak reference, and a number that never comes again
+_next_serial = count()
+
+
+def _serial(value: Any) -> Any:
+    """Alike for one object alone, also where another one has its address later."""
+    reference, number = _serials.get(id(value), (None, 0))
+    if reference is not None and reference() is value:
+        return number
+    try:
+        _serials[id(value)] = weakref.ref(value), next(_next_serial)
+    except TypeError:  # of some types no weak reference can be made
+        return id(value)
+    return _serials[id(value)][1]
 
 
 def _contents(value: Any) -> list[Any]:
@@ -98,7 +165,9 @@ def _contents(value: Any) -> list[Any]:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether something of the script sees gradients of a layer's inputs or outputs."""
-    return any(inner._backward_hooks or inner._backward_pre_hooks for inner in _modules(module))
+    return any(_GLOBAL_HOOKS[2:]) or any(
+        inner._backward_hooks or inner._backward_pre_hooks for inner in _modules(module)
+    )
 
 
 # -- variables -------------------------------------------------------------------------------------------------------------
@@ -129,15 +198,20 @@ class Variable:
 
 def variables_of(module: nn.Module) -> list[Variable]:
     """Those with a plain value or a container that the script's own methods and hooks of its layers name, or functions in them."""
-    found: dict[tuple[str, int], Variable] = {}
-    ahead: list[Any] = list(torch_module._global_forward_hooks.values())
+    ahead: list[Any] = [hook for hooks in _GLOBAL_HOOKS for hook in hooks.values()]
     for base in dict.fromkeys(base for inner in _modules(module) for base in type(inner).__mro__):
         ahead += vars(base).values()
     for inner in _modules(module):
         ahead += vars(inner).values()
         for name in _HOOKS:
             ahead += vars(inner).get(name, {}).values()
-    seen = set[int]()
+    return variables_in(ahead)
+
+
+def variables_in(functions: Sequence[Any]) -> list[Variable]:
+    """Those that these functions of the script name, or functions in them."""
+    found: dict[tuple[str, int], Variable] = {}
+    ahead, seen = list(functions), set[int]()
     while ahead:
         function = ahead.pop()
         function = getattr(function, "__func__", function)
@@ -156,7 +230,7 @@ def variables_of(module: nn.Module) -> list[Variable]:
             value = variable.value
             if isinstance(value, FunctionType):
                 ahead.append(value)
-            elif isinstance(value, (*_PLAIN, *_CONTAINERS)):
+            elif isinstance(value, (*_PLAIN, *_CONTAINERS)) or _fields_of(value):
                 place = variable.place
                 found[variable.name, id(place)] = variable
     return list(found.values())
@@ -173,25 +247,37 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 @dataclass
-class _Kept:
+class KeptValue:
     """A value, and copies of what may change in it."""
 
     value: Any
     contents: Any = None  # a copy of a container
     version: int = 0
     tensor: Tensor | None = None  # a copy
+    fields: dict[str, KeptValue] = field(default_factory=dict)  # of an object of the script
 
     @classmethod
-    def of(cls, value: Any) -> _Kept:
+    def of(cls, value: Any, depth: int = 1) -> KeptValue:
         contents = value.copy() if isinstance(value, _CONTAINERS) else None
         if type(value) is not Tensor:
-            return cls(value, contents)
-        return cls(value, contents, value._version, value.detach().clone())
+            held = _fields_of(value) if depth else {}
+            return cls(value, contents, fields={name: cls.of(one, depth - 1) for name, one in held.items()})
+        version = 0 if value.is_inference() else value._version
+        return cls(value, contents, version, value.detach().clone())
 
     def is_changed(self, now: Any) -> bool:
         if now is not self.value and not _is_same(now, self.value):
             return True
-        return self._has_other_contents or (self.tensor is not None and self.value._version != self.version)
+        if self._is_written:
+            return True
+        held = _fields_of(self.value) if self.fields else {}
+        return self._has_other_contents or any(
+            kept.is_changed(held.get(name, _NOT_THERE)) for name, kept in self.fields.items()
+        )
+
+    @property
+    def _is_written(self) -> bool:
+        return self.tensor is not None and not self.value.is_inference() and self.value._version != self.version
 
     @property
     def _has_other_contents(self) -> bool:
@@ -205,13 +291,20 @@ class _Kept:
         if self._has_other_contents:
             self.value.clear()
             (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.contents)
-        if self.tensor is not None and self.value._version != self.version:
+        if self._is_written:
             self.value.data.copy_(self.tensor)
+        for name, kept in self.fields.items():
+            if kept.is_changed(getattr(self.value, name, _NOT_THERE)):
+                setattr(self.value, name, kept.put_back())
         return self.value
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    if one is other or type(one) is not type(other) or not isinstance(one, _PLAIN):
+        return one is other
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 class Kept:
@@ -219,10 +312,10 @@ class Kept:
 
     def __init__(self, module: nn.Module, variables: Sequence[Variable]) -> None:
         self._layers = [
-            (inner, {name: _Kept.of(value) for name, value in vars(inner).items() if name not in _KEPT})
+            (inner, {name: KeptValue.of(value) for name, value in vars(inner).items() if name not in _KEPT})
             for inner in module.modules()
         ]
-        self._variables = [(one, _Kept.of(one.value)) for one in variables]
+        self._variables = [(one, KeptValue.of(one.value)) for one in variables]
 
     @property
     def changed(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import product, zip_longest
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from manyhands import rng
@@ -22,7 +24,7 @@ from manyhands.own_loop.whole.batch_norm import Statistics
 from manyhands.own_loop.whole.equality import digest_of, other_values
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import RowLayout, flattened
-from manyhands.own_loop.whole.module_state import Kept, has_backward_hooks, variables_of
+from manyhands.own_loop.whole.module_state import Kept, Variable, has_backward_hooks, variables_of
 from manyhands.own_loop.whole.tried_call import Observer, TriedCall, is_close, needs_all_rows
 
 _MOST_TRIES = 6
@@ -83,10 +85,17 @@ def found_plan(
     _check_equal(leaves, workers)
     if has_backward_hooks(module):
         return Whole("a hook of the script sees gradients in it")
-    before = Kept(module, variables_of(module))
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return Whole("none of its arguments is a tensor")
+    if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
+        return Whole("an argument is sparse")
+    variables = variables_of(module)
+    before, cached = Kept(module, variables), parametrize._cache_enabled
+    parametrize._cache_enabled = 0  # else `parametrize.cached` would keep what a trial computes
     try:
-        return _Trial(call, module, leaves, structure, workers, statistics).plan()
+        return _Trial(call, module, variables, leaves, structure, workers, statistics).plan()
     finally:
+        parametrize._cache_enabled = cached
         before.put_back()
 
 
@@ -103,18 +112,31 @@ class _Trial:
     """The first call, computed whole and in parts, without gradients; what it changes is put back."""
 
     def __init__(
-        self, call: Any, module: nn.Module, leaves: Sequence[Any], structure: Any, workers: Workers, stats: Statistics
+        self,
+        call: Any,
+        module: nn.Module,
+        variables: Sequence[Variable],
+        leaves: Sequence[Any],
+        structure: Any,
+        workers: Workers,
+        stats: Statistics,
     ) -> None:
-        self.call, self.module, self.leaves, self.structure = call, module, list(leaves), structure
+        self.call, self.module, self.variables, self.structure = call, module, variables, structure
+        self.leaves = [
+            _spread_copy(leaf) if isinstance(leaf, Tensor) and _is_constant(leaf) else leaf for leaf in leaves
+        ]
         self.workers, self.statistics = workers, stats
         self.parameters, self.buffers = list(module.parameters()), list(module.buffers())
-        self.variables = variables_of(module)
         self.scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
         """Whether TorchScript runs some of it, which holds on to tensors, and can give none away."""
         self.constants = [one for one in (*self.parameters, *self.buffers) if _is_constant(one)]
         """Spread while it is tried: a gate that begins at zero or one would hide that rows meet behind it."""
-        self.before = [(one, one.detach().clone()) for one in {*self.buffers, *self.constants}]
-        self.gradients = torch.is_grad_enabled()
+        written = [one for one in {*self.buffers, *self.constants} if 0 not in one.stride()]
+        self.before = [(one, one.detach().clone()) for one in written]
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(
+            True
+        )  # of `torch.utils.checkpoint`: it counts what is saved
+        self.gradients = torch.is_grad_enabled() and hooks is None
 
     def plan(self) -> CallCut | Whole:
         whole = self._whole()
@@ -123,28 +145,36 @@ class _Trial:
         assert isinstance(whole, TriedCall)
         reasons = Counter[str]()
         for dims, rows in self._candidates():
-            parts = self._parts(self.leaves, dims, rows)
+            found: Any
             own_backward = False
             try:
-                with hooks_seen() as hooks:
-                    part = self._computed(parts, self.statistics.given(), gradients=self.gradients)
-                found: Any = needs_all_rows(part, whole) or self._compared(part, whole, rows)
-                own_backward = hooks.any or has_own_function(part.outputs)
+                parts = self._parts(self.leaves, dims, rows)
+                part = self._computed(parts, self.statistics.given(), gradients=self.gradients, dims=dims)
+                found = needs_all_rows(part, whole) or self._compared(part, whole, rows)
+                own_backward = part.hooked or has_own_function(part.outputs)
             except Exception as error:  # noqa: BLE001 - a model of one batch size, for instance
                 found = f"with a part of the rows it fails ({type(error).__name__})"
-            everyone = self.workers.group.all_gather_json(found)
-            if reason := next((one for one in everyone if isinstance(one, str)), None):
+            everyone = self.workers.group.all_gather_json([found, own_backward])
+            if reason := next((one for one, _ in everyone if isinstance(one, str)), None):
                 reasons[reason] += 1
-            elif any(one != everyone[0] for one in everyone) or not (
-                done := self._reduced(found, parts, part.outputs, whole.outputs, rows)
-            ):
+                continue
+            done = None
+            if all(one == everyone[0][0] for one, _ in everyone):
+                done = self._reduced(found, parts, part.outputs, whole.outputs, rows)
+            if not self._all(done is not None):
                 reasons["its outputs are no rows, sums or means"] += 1
-            elif own_backward and not self._has_same_gradients(dims, done, rows):
+                continue
+            assert done is not None
+            if any(own for _, own in everyone) and not self._all(self._has_same_gradients(dims, done, rows)):
                 reasons["its rows depend on each other in a backward of the script's own"] += 1
-            else:
-                shapes = shapes_of(self.leaves) if any(output.is_fixed for output in done) else None
-                return CallCut(dims, done, bool(whole.drawn), shapes)
+                continue
+            shapes = shapes_of(self.leaves) if any(output.is_fixed for output in done) else None
+            return CallCut(dims, done, bool(whole.drawn), shapes)
         return Whole(next(iter(reasons), "no dimension of its arguments counts rows"))
+
+    def _all(self, own: bool) -> bool:
+        """Whether it is so on all workers."""
+        return all(self.workers.group.all_gather_json(own))
 
     def _parts(self, leaves: Sequence[Any], dims: Sequence[int | None], rows: int) -> list[Any]:
         start, own = self.workers.own_rows(rows)
@@ -153,6 +183,12 @@ class _Trial:
     def _whole(self) -> TriedCall | str:
         """The call of all rows; or why it is not cut."""
         try:
+            if flags := [one for one in self.buffers if one.numel() == 1 and one.is_floating_point()]:
+                before = [one.clone() for one in flags]  # of what a first call initializes, say
+                plain = self._computed(self.leaves, self.statistics.kept(), spreads=False)
+                ends = [end for end, one in zip(plain.ends, self.buffers, strict=True) if any(one is f for f in flags)]
+                if not all(map(torch.equal, ends, before)):
+                    return "it keeps something from call to call (a buffer)"
             whole = self._computed(self.leaves, self.statistics.kept(), fills=True)
             if whole.kept:  # once, perhaps: a mask that is made at first, say
                 whole = self._computed(self.leaves, self.statistics.kept())
@@ -186,48 +222,89 @@ class _Trial:
                 yield tuple(dims), rows
 
     def _computed(
-        self, leaves: Sequence[Any], statistics: Any, *, gradients: bool = False, fills: bool = False
+        self,
+        leaves: Sequence[Any],
+        statistics: Any,
+        *,
+        gradients: bool = False,
+        fills: bool = False,
+        spreads: bool = True,
+        dims: Sequence[int | None] = (),
+        then: Callable[[list[Any]], list[Tensor]] | None = None,
     ) -> TriedCall:
-        """fills: what it keeps in attributes stays for the next calls."""
-        own = [leaf.clone() if isinstance(leaf, Tensor) and not gradients else leaf for leaf in leaves]
+        """fills: what it keeps in attributes stays for the next calls. dims: of arguments, where the rows are a part of all.
+        then: what computes gradients of the outputs."""
+        with torch.set_grad_enabled(gradients):
+            own = [_copy(leaf) if isinstance(leaf, Tensor) and then is None else leaf for leaf in leaves]
+        rows = [leaf for leaf, dim in zip(own, dims, strict=True) if dim is not None] if dims else []
+        versions = [(leaf, leaf._version) for leaf in own if isinstance(leaf, Tensor)]
         args, kwargs = pytree.tree_unflatten(own, self.structure)
-        del own
-        before, quiet, printed = Kept(self.module, self.variables), Observer(self.parameters), io.StringIO()
-        quiet.note((args, kwargs))
-        with torch.no_grad():
-            for constant in self.constants:
-                _spread(constant)
+        before, seen, printed = Kept(self.module, self.variables), Observer(self.parameters, rows), io.StringIO()
+        seen.note(own)
         try:
-            with torch.set_grad_enabled(gradients), rng.kept(), statistics, redirect_stdout(printed), quiet:
-                outputs, structure = flattened(self.call(self.module, *args, **kwargs))
+            with torch.no_grad():
+                for constant in self.constants if spreads else ():
+                    _spread(constant)
+            quiet = redirect_stdout(printed)
+            with torch.set_grad_enabled(gradients), rng.kept(), statistics, quiet, seen, hooks_seen() as hooks:
+                found = self.call(self.module, *args, **kwargs)
+            outputs, structure = flattened(found)
             ends, changed = [one.detach().clone() for one in self.buffers], before.changed
+            del found
+            wanted = [] if then is None else then(outputs)
         finally:
             with torch.no_grad():
-                for tensor, value in (*quiet.written.values(), *self.before):  # the first have spread values
+                for tensor, value in (*seen.written.values(), *self.before):  # the first have spread values
                     tensor.data.copy_(value)
+            for generator, state in seen.generators.values():
+                generator.set_state(state)
             if not fills:
                 before.put_back()
-        del args, kwargs
-        if quiet.written:
+        if seen.written:
             changed = changed or "a parameter"
-        if not (gradients or changed or self.scripted) and quiet.alive(
-            [*outputs, *self.parameters, *self.buffers, *self.leaves, *self.statistics.held]
+        if any(map(seen.is_of_rows, self.buffers)):
+            changed = changed or "a buffer"
+        if hooks.values:
+            changed = changed or "values that leave torch"
+        now = pytree.tree_flatten((args, kwargs))
+        if (
+            now[1] != self.structure
+            or not all(map(operator.is_, now[0], own))
+            or any(t._version != v for t, v in versions)
         ):
+            changed = changed or "its arguments"
+        del args, kwargs, own, versions, now, rows
+        known = [*outputs, *self.parameters, *self.buffers, *self.leaves, *self.statistics.held]
+        if not (gradients or changed or self.scripted) and seen.alive(known):
             changed = "a tensor that is not among its outputs"
-        return TriedCall(outputs, structure, ends, quiet.drawn, quiet.numbers, printed.getvalue(), changed)
+        of_rows = list(map(seen.is_of_rows, outputs))
+        return TriedCall(
+            outputs,
+            structure,
+            ends,
+            seen.drawn,
+            seen.decides,
+            of_rows,
+            printed.getvalue(),
+            changed,
+            hooks.any,
+            wanted,
+        )
 
     def _compared(self, part: TriedCall, whole: TriedCall, rows: int) -> list[list[Any]] | str:
         """By leaf of the outputs: [dim, outer, inner], [] of what is the same, or ["reduced"]."""
         if part.structure != whole.structure:
             return "its outputs have another structure with fewer rows"
         found: list[list[Any]] = []
-        for own, all_ in zip(part.outputs, whole.outputs, strict=True):
+        for own, all_, follows in zip(part.outputs, whole.outputs, part.of_rows, strict=True):
             if not isinstance(all_, Tensor):
                 if own != all_:
                     return "it gives back a value that depends on all rows"
                 found.append([])
             elif own.shape == all_.shape:
-                found.append([] if is_close(own, all_) else ["reduced"])
+                if is_close(own, all_) and follows:
+                    return "an output is the same for fewer rows, and follows from them"
+                found.append([] if not follows else ["reduced"])
             elif (shard := self._shard_of(own, all_, rows)) is None:
                 return "its rows depend on each other"
             else:
@@ -285,17 +362,26 @@ class _Trial:
         inputs = [*parameters, *(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad)]
         share = self.workers.own_rows(rows)[1] / rows
         own = weights = None
+        statistics = self.statistics.given
+
+        def of_whole(outputs: list[Any]) -> list[Tensor]:
+            nonlocal weights
+            weights = [_weights(output) for output in outputs]
+            return gradients_of(outputs, weights, inputs)
+
+        def of_part(outputs: list[Any]) -> list[Tensor]:
+            assert weights is not None
+            how = [self._part_weight(w, output, rows, share) for w, output in zip(weights, done, strict=True)]
+            return gradients_of(outputs, how, inputs)
+
         try:
             with torch.enable_grad():
-                whole = self._computed(leaves, self.statistics.given(), gradients=True).outputs
-                weights = [_weights(output) for output in whole]
-                expected = gradients_of(whole, weights, inputs)
-                parts = self._computed(self._parts(leaves, dims, rows), self.statistics.given(), gradients=True).outputs
-                how = [self._part_weight(w, output, rows, share) for w, output in zip(weights, done, strict=True)]
-                own = gradients_of(parts, how, inputs)
-        except RuntimeError:  # an argument is changed in place
+                expected = self._computed(leaves, statistics(), gradients=True, then=of_whole).gradients
+                parts = self._parts(leaves, dims, rows)
+                own = self._computed(parts, statistics(), gradients=True, then=of_part).gradients
+        except Exception:  # noqa: BLE001 - an argument is changed in place, a backward wants all rows
             own = None
-        if not all(self.workers.group.all_gather_json(own is not None)):
+        if not self._all(own is not None):
             return False
         assert own is not None
         sums = [self.workers.sum_(part) for part in own]
@@ -325,13 +411,27 @@ def _is_constant(tensor: Tensor) -> bool:
     """Whether all of it is one number."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
         return False
+    if not tensor.is_contiguous() and 0 in tensor.stride():  # expanded
+        return False
     flat = tensor.detach().reshape(-1)
     return bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
 
 
 def _spread(constant: Tensor) -> None:
-    """Instead of one value, others near it; zeros become numbers of both signs."""
-    scaled = bool(constant.any())
-    around = (0.75, 1.3) if scaled else (-0.5, 0.4)
-    values = torch.linspace(*around, constant.numel(), device=constant.device).view(constant.shape)
-    (constant.mul_ if scaled else constant.add_)(values)
+    """Instead of one value, others of the order of 1; zeros become numbers of both signs."""
+    value, count = float(constant.reshape(-1)[0]), constant.numel()
+    around = (0.75, 1.3) if value else (-0.5, 0.4)
+    values = torch.linspace(*around, count, device=constant.device).view(constant.shape)
+    constant.copy_(values * (value if abs(value) > 0.1 else 1.0))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    """For a trial, without the graph from which it comes."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad and torch.is_grad_enabled())
+
+
+def _spread_copy(constant: Tensor) -> Tensor:
+    """Of an argument whose rows could not be told apart."""
+    made = constant.detach().clone()
+    _spread(made)
+    return made.requires_grad_(constant.requires_grad)

@@ -7,15 +7,19 @@ row by row. Other loaders are read whole by every worker, which is one process's
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
@@ -27,6 +31,7 @@ from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import ShardedOutput
+from manyhands.own_loop.whole.module_state import KeptValue, variables_in
 
 _iterate: Callable[[Any], Iterator[Any]] = DataLoader.__iter__
 _LOOKED_AT = 2  # rows that are read once more, to see whether they draw random numbers
@@ -53,10 +58,16 @@ class LoaderReading:
     """The passes of a script over its loaders."""
 
     def __init__(
-        self, workers: Workers, say: Callable[[str], None], facts: EqualFacts, wanted: str | None = None
+        self,
+        workers: Workers,
+        say: Callable[[str], None],
+        facts: EqualFacts,
+        plainly: Callable[[], AbstractContextManager[None]],
+        wanted: str | None = None,
     ) -> None:
-        """facts: gets which rows were asked for. wanted: ROWS, WHOLE, or None: rows where they are known to make the batch."""
-        self._workers, self._say, self._facts, self._wanted = workers, say, facts, wanted
+        """facts: gets which rows were asked for. plainly: within, calls of modules are not cut. wanted: ROWS, WHOLE, or
+        None: rows where they are known to make the batch."""
+        self._workers, self._say, self._facts, self._plainly, self._wanted = workers, say, facts, plainly, wanted
         self._known: weakref.WeakKeyDictionary[Any, _ByRows | None] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -86,8 +97,14 @@ class LoaderReading:
     def _batches(
         self, batches: Iterator[Any], asked: deque[_Asked], loader: DataLoader[Any], known: _ByRows
     ) -> Iterator[Any]:
-        for batch in batches:
+        while True:
+            with self._plainly():  # each worker reads other rows
+                batch = next(batches, _OVER)
+            if batch is _OVER:
+                return
             about = asked.popleft()
+            if not loader.num_workers:
+                self._facts.add(known.line, "what random numbers come after rows of the DataLoader", rng.digest())
             digest = zlib.crc32(repr(about.indices).encode())
             self._facts.add(known.line, "which rows the DataLoader reads", digest)
             if about.rows is None:
@@ -145,8 +162,11 @@ class LoaderReading:
             return "it is a stream, or makes its batches itself", 0
         own = loader.collate_fn is not default_collate
         rows = loader.batch_size or 2 * self._workers.size
+        if _holds_generator([loader.dataset, loader.collate_fn]):
+            return "its rows draw random numbers", 0
+        before = _Kept([loader.dataset, loader.collate_fn])
         try:
-            with rng.kept():
+            with rng.kept(), self._plainly():
                 drawn = rng.generator_states()
                 items = [loader.dataset[i] for i in range(min(rows if own else _LOOKED_AT, len(loader.dataset)))]  # type: ignore[arg-type]
                 if rng.generator_states() != drawn:
@@ -161,9 +181,13 @@ class LoaderReading:
                     return "its collate_fn does not put a batch together row by row", 0
                 if rng.generator_states() != drawn:
                     return "its collate_fn draws random numbers", 0
+                if before.put_back():
+                    return "its dataset or its collate_fn changes while it is read", 0
                 return "", zlib.crc32(repr([digest_of(leaf) for leaf in leaves]).encode())
         except Exception as error:  # noqa: BLE001 - the script's own pass raises it
             return f"reading a row raised {type(error).__name__}", 0
+        finally:
+            before.put_back()
 
     def _is_by_rows(self, loader: DataLoader[Any], items: Sequence[Any], batch: Any) -> bool:
         """Whether each worker's rows alone make its part of the batch."""
@@ -177,6 +201,62 @@ class LoaderReading:
             if theirs != structure or not all(map(torch.equal, own, expected)):
                 return False
         return True
+
+
+_OVER = object()
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _held(value: Any, depth: int = 3) -> list[Any]:
+    """The objects of the script that an object consists of, itself included."""
+    found = [value] if hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | nn.Module) else []
+    if depth:
+        inner = [*vars(value).values()] if found else value if isinstance(value, list | tuple) else []
+        for one in inner:
+            if (isinstance(one, list | tuple) and len(one) < 32) or hasattr(one, "__dict__"):
+                found += _held(one, depth - 1)
+    return found
+
+
+class _Kept:
+    """Attributes of objects of the script, and variables of functions, as they are now."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._held = [
+            (vars(one), {name: KeptValue.of(value) for name, value in vars(one).items()})
+            for given in values
+            for one in _held(given)
+        ]
+        self._variables = [(one, KeptValue.of(one.value)) for one in variables_in(values)]
+
+    def put_back(self) -> bool:
+        """Whether anything has changed, which is then as it was."""
+        changed = False
+        for held, values in self._held:
+            for name in held.keys() - values.keys():
+                del held[name]
+                changed = True
+            for name, kept in values.items():
+                if kept.is_changed(held.get(name)):
+                    held[name], changed = kept.put_back(), True
+        for one, kept in self._variables:
+            if kept.is_changed(one.value):
+                one.assign(kept.put_back())
+                changed = True
+        return changed
+
+
+def _holds_generator(values: Sequence[Any]) -> bool:
+    """Whether a dataset or a function draws from a generator of its own."""
+    for value in values:
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        named = (
+            [value.__globals__.get(name) for name in value.__code__.co_names] if isinstance(value, FunctionType) else []
+        )
+        for one in (*cells, *named, *(inner for held in _held(value) for inner in vars(held).values())):
+            if isinstance(one, _GENERATORS):
+                return True
+    return False
 
 
 class _OwnRows:

@@ -6,9 +6,12 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch._functorch.apis
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch import Tensor, nn
 
 from manyhands import rng, units
@@ -20,14 +23,20 @@ from manyhands.own_loop.whole.calls import Calls
 from manyhands.own_loop.whole.equality import EqualFacts
 from manyhands.own_loop.whole.exchange import Workers, mean_of_workers
 from manyhands.own_loop.whole.gradients import GradientMeans
-from manyhands.own_loop.whole.lazy import gathered
+from manyhands.own_loop.whole.lazy import ShardedOutput, gathered
 from manyhands.own_loop.whole.reading import LoaderReading
-from manyhands.own_loop.whole.sharded_functions import parts_of
+from manyhands.own_loop.whole.sharded_functions import parts_of, whole_gradient
 from manyhands.worker import Worker
 
 _grad, _apply = torch.autograd.grad, torch.autograd.Function.__dict__["apply"]
 _add_param_group = torch.optim.Optimizer.add_param_group
-_OWN = __name__.rpartition(".")[0]  # the package whose functions know what is lazy
+_make_parameter = nn.Parameter.__new__
+_SETTERS = {name: getattr(torch._C.TensorBase, name) for name in ("data", "grad")}
+_TRANSFORMS = (  # whose functions see other tensors than what they are given
+    (torch.jit.ScriptFunction, "__call__", torch.jit.ScriptFunction.__call__),
+    (torch._functorch.apis, "vmap_impl", torch._functorch.vmap.vmap_impl),
+    (torch._functorch.eager_transforms, "grad_impl", torch._functorch.eager_transforms.grad_impl),
+)
 _SHOWN = 3  # lines that look at outputs, in what is said at the end
 _LEAST_BYTES, _LEAST_S = 1_000_000, 1.0  # less is not worth a line
 
@@ -41,9 +50,9 @@ class WholeScript:
         self.worker, self.workers = worker, Workers(worker.mesh.data)
         self.say = RankZeroLines(self.workers.rank)
         facts = EqualFacts(self.workers)
-        self.calls = Calls(self.workers, self.say, self._meet, facts)
+        self.calls = Calls(self.workers, self.say, self._meet, self._know_module, facts)
         self.gradients = GradientMeans(self.workers, facts)
-        self.reading = LoaderReading(self.workers, self.say, facts, read)
+        self.reading = LoaderReading(self.workers, self.say, facts, self.calls.plainly, read)
         self.begins: Callable[[], None] = _nothing
         """Called once, before the first call of a module."""
         self.prepares: Callable[[list[torch.optim.Optimizer]], None] | None = None
@@ -86,6 +95,9 @@ class WholeScript:
         if next(module.parameters()) not in self.workers.leaves:
             self._know(module.parameters())
 
+    def _know_module(self, module: nn.Module) -> None:
+        self._know(module.parameters())
+
     def _prepare_made(self) -> None:
         if self.prepares is None or not self._made:
             return
@@ -120,14 +132,32 @@ class WholeScript:
 
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
             """A script's own function of outputs: it would not see that they are lazy."""
-            if not function.__module__.startswith(_OWN):
-                args, kwargs = gathered((args, kwargs), function.__name__)
-            return _apply.__func__(function, *args, **kwargs)
+            if function.__module__.startswith(("manyhands.", "torch.nn.")):
+                return _apply.__func__(function, *args, **kwargs)
+            args, kwargs = gathered((args, kwargs), function.__name__)
+            with self.calls.plainly():  # what it computes with modules would be lazy, too
+                return _apply.__func__(function, *args, **kwargs)
+
+        def transformed(plain: Any) -> Any:
+            def transform(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = gathered((args, kwargs), "vmap")
+                return plain(*args, **kwargs)
+
+            return transform
 
         torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         self._behind = torch.autograd.backward
         torch.autograd.backward, torch.autograd.grad = self._average_after, self._average_of
+        for place, name, plain in _TRANSFORMS:
+            setattr(place, name, transformed(plain))
+
+        def parameter(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            return _make_parameter(kind, gathered(data, "Parameter"), requires_grad)
+
+        nn.Parameter.__new__ = parameter  # type: ignore[assignment,method-assign]
+        for name, plain in _SETTERS.items():
+            setattr(Tensor, name, _gathering(plain))
         self.calls.install()
 
     def leave(self) -> None:
@@ -140,6 +170,11 @@ class WholeScript:
 
     def _put_back(self) -> None:
         self.calls.remove()
+        for place, name, plain in _TRANSFORMS:
+            setattr(place, name, plain)
+        nn.Parameter.__new__ = _make_parameter  # type: ignore[method-assign]
+        for name in _SETTERS:
+            delattr(Tensor, name)
         torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = self._behind, _grad
         torch.optim.Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
@@ -162,6 +197,9 @@ class WholeScript:
 
     def _average_after(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         """In place of torch.autograd.backward."""
+        if torch._C._current_graph_task_id() != -1:  # within another one, for torch.utils.checkpoint
+            self._behind(*gathered((tensors, grad_tensors)), *args, **kwargs)
+            return
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
         given = given if len(given) == len(losses) else [None] * len(losses)
@@ -180,9 +218,15 @@ class WholeScript:
     def _average_of(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of torch.autograd.grad."""
         outputs = gathered([outputs] if isinstance(outputs, Tensor) else list(outputs), "grad")
-        many = gathered([inputs] if isinstance(inputs, Tensor) else list(inputs), "grad")
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        many = [one.part if _is_in_use(one) else gathered(one, "grad") for one in given]
         got = _grad(outputs, many, *args, **kwargs)
-        return tuple(self._averaged(gradient, leaf) for gradient, leaf in zip(got, many, strict=True))
+        return tuple(
+            whole_gradient(one, gradient)
+            if _is_in_use(one) and gradient is not None
+            else self._averaged(gradient, leaf)
+            for gradient, leaf, one in zip(got, many, given, strict=True)
+        )
 
     def _averaged(self, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
         if gradient is None or leaf not in self.workers.leaves:
@@ -190,6 +234,18 @@ class WholeScript:
         if gradient.requires_grad:
             return mean_of_workers(gradient, self.workers)
         return self.gradients.mean_of(gradient)
+
+
+def _is_in_use(one: Any) -> TypeGuard[ShardedOutput]:
+    """Whether the script may have computed with this worker's part of an output, and with no whole."""
+    return isinstance(one, ShardedOutput) and not one.gathered and one.part.requires_grad
+
+
+def _gathering(plain: Any) -> property:
+    """Of tensors: what is assigned to it is gathered first."""
+    return property(
+        plain.__get__, lambda tensor, value: plain.__set__(tensor, gathered(value, "an assignment")), plain.__delete__
+    )
 
 
 def _nothing() -> None:

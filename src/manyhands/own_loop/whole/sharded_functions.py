@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from manyhands.own_loop.whole.exchange import cut, replicated
+from manyhands.errors import ManyhandsError
+from manyhands.own_loop.whole.exchange import Gather, applied, cut, replicated
 from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import Lazy, PartialSum, ShardedOutput
 
@@ -36,7 +37,9 @@ def on_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return NotImplemented
     try:
         return handler(function, args, kwargs)
-    except _GatherFirst:
+    except ManyhandsError:
+        raise
+    except Exception:  # noqa: BLE001 - called in a way that no handler knows: the whole's own result, or error
         return NotImplemented
 
 
@@ -345,7 +348,9 @@ def _linear(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Par
             return replicated(value, workers) if isinstance(value, Tensor) else value
         if isinstance(value, Tensor) and value.requires_grad:
             return value / workers.size
-        return value if workers.rank == 0 else value * 0
+        if workers.rank == 0:
+            return value
+        return torch.zeros_like(value) if isinstance(value, Tensor) else 0  # of an infinite value, too
 
     return PartialSum.of(function(*map(part, args)), workers)
 
@@ -403,6 +408,39 @@ def _number(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _conversion(function, args, kwargs) if function is T.detach else NotImplemented
 
 
+# -- gradients of outputs whose part is in use -------------------------------------------------------------------------
+
+
+def _of_part(x: Any) -> ShardedOutput:
+    if not _sharded(x).part.requires_grad:
+        raise _GatherFirst
+    return x  # type: ignore[no-any-return]
+
+
+def whole_gradient(x: ShardedOutput, of_part: Tensor) -> Tensor:
+    """Of an output, from that of this worker's part. A collective."""
+    return applied(Gather, of_part, x.shard, x.workers) / x.workers.size
+
+
+def _register_hook(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, hook = _of_part(args[0]), args[1]
+
+    def of_part(gradient: Tensor) -> Tensor | None:
+        changed = hook(whole_gradient(x, gradient))
+        return None if changed is None else cut(changed, x.shard, x.workers) * x.workers.size
+
+    return x.part.register_hook(of_part)
+
+
+def _retain_grad(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _of_part(args[0]).part.retain_grad()
+
+
+def _grad(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    x = _of_part(args[0])
+    return None if x.part.grad is None else whole_gradient(x, x.part.grad)
+
+
 _LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
 
 
@@ -441,5 +479,8 @@ _HANDLERS: dict[Any, Handler] = {
     T.__getitem__: _item,
     T.backward: _backward,
     **dict.fromkeys(_properties("requires_grad"), _requires_grad),
+    **dict.fromkeys(_properties("grad"), _grad),
+    T.register_hook: _register_hook,
+    T.retain_grad: _retain_grad,
     **dict.fromkeys(_functions("item tolist __float__ __format__ detach"), _number),
 }

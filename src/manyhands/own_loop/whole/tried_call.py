@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,20 +25,26 @@ class TriedCall:
     structure: Any
     ends: list[Tensor]  # buffers afterwards
     drawn: list[tuple[int, ...]]
-    numbers: list[float]
+    decides: bool  # a number that Python was given, or a size, follows from rows
+    of_rows: list[bool]  # by output, whether it was computed from them
     printed: str
     kept: str  # what lives on: an attribute that changed, or a tensor; ""
+    hooked: bool = False  # gradients may go another way than values
+    gradients: list[Tensor] = field(default_factory=list)  # where they were asked for
 
 
 class Observer(TorchDispatchMode):
     """Random numbers become constants, so that both ways can be compared; what was drawn, looked at and made is noted."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> None:
+        """rows: arguments of which the call has a part."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of_rows = {one.untyped_storage()._cdata for one in rows}  # memory of what was computed from them
         self._parameters = {one.untyped_storage()._cdata: one for one in parameters if one.layout == torch.strided}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # parameters, by identity, and what they were before
         self.drawn: list[tuple[int, ...]] = []  # shapes
-        self.numbers: list[float] = []  # that Python was given: to print, to keep, to decide
+        self.decides = False  # a number or a size follows from the rows: what Python does may, too
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the script's own, and their states
         self._made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,10 +53,29 @@ class Observer(TorchDispatchMode):
             self._keep([*args, *kwargs.values()])
         drawing = torch.Tag.nondeterministic_seeded in function.tags
         result = self._drawn(function, args, kwargs) if drawing else function(*args, **kwargs)
-        if isinstance(result, float):
-            self.numbers.append(result)
+        if self._of_rows:
+            self._follow(function, args, kwargs, result)
         self.note(result)
         return result
+
+    def _follow(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What follows from rows: memory, numbers that Python gets, sizes."""
+        tensors = [*args, *kwargs.values()]
+        tensors = [one for given in tensors for one in (given if isinstance(given, list | tuple) else (given,))]
+        if not any(map(self.is_of_rows, tensors)):
+            return
+        if isinstance(result, bool | int | float):
+            self.decides = True
+        if torch.Tag.dynamic_output_shape in function.tags:
+            self.decides |= function is not torch.ops.aten.index.Tensor or _by_mask(args[1])
+        written = tensors[:1] if function._schema.is_mutable else []
+        for one in (*written, *(result if isinstance(result, list | tuple) else (result,))):
+            if isinstance(one, Tensor) and one.layout == torch.strided:
+                self._of_rows.add(one.untyped_storage()._cdata)
+
+    def is_of_rows(self, one: Any) -> bool:
+        """Whether it was computed from the rows."""
+        return isinstance(one, Tensor) and one.layout == torch.strided and one.untyped_storage()._cdata in self._of_rows
 
     def _keep(self, values: Sequence[Any]) -> None:
         """A parameter among these may be written to."""
@@ -84,6 +109,8 @@ class Observer(TorchDispatchMode):
     def _drawn(self, function: Any, args: Any, kwargs: Any) -> Any:
         name = function._schema.name.partition("::")[2]
         names = function._schema.arguments
+        if isinstance(generator := kwargs.get("generator"), torch.Generator):
+            self.generators.setdefault(id(generator), (generator, generator.get_state()))
         defaults = {one.name: one.default_value for one in names}
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         rate = next(
@@ -105,21 +132,21 @@ class Observer(TorchDispatchMode):
         return result.fill_(1 if name.startswith("bernoulli") else 0.5 if result.is_floating_point() else 0)
 
 
+def _by_mask(indices: Sequence[Any]) -> bool:
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices)
+
+
 def needs_all_rows(part: TriedCall, whole: TriedCall) -> str:
     """Why the call is another one with fewer rows; "" where only its outputs can say it."""
     if part.kept:
         return f"it keeps something of all rows from call to call ({part.kept})"
     if part.printed != whole.printed:
         return "it prints something of all rows"
-    if len(part.numbers) != len(whole.numbers) or not all(map(_same_number, part.numbers, whole.numbers)):
-        return "it takes a number of all rows out of torch"
+    if part.decides:
+        return "what it computes is decided by values of its rows"
     if not all(map(is_close, part.ends, whole.ends)):
         return "its buffers depend on all rows"
     return "" if _drawn_by_row(part.drawn, whole.drawn) else "it draws random numbers for the batch as a whole"
-
-
-def _same_number(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-9) or (math.isnan(one) and math.isnan(other))
 
 
 def _drawn_by_row(part: list[tuple[int, ...]], whole: list[tuple[int, ...]]) -> bool:
@@ -143,7 +170,11 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     tolerance = _RELATIVE.get(one.dtype.to_real() if one.is_complex() else one.dtype, 1e-5)
     if not other.numel():
         return True
-    apart, largest = _largest(one - other), _largest(other)
+    difference = one - other
+    apart = _largest(difference)
+    if not apart:
+        return True
+    largest = _largest(other.where(difference != 0, 0))  # a mask's -1e9 is no measure for the others
     if math.isfinite(apart) and math.isfinite(largest):
         return apart <= tolerance * max(largest, 1e-30)
     largest = float(torch.nan_to_num(other.abs().float(), 0, 0, 0).max())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 torch.set_default_dtype(torch.float64)
@@ -174,6 +175,36 @@ def tables() -> nn.Module:
     return fit(Within(lambda self, h: h * table(h.shape[1])))
 
 
+def longest() -> nn.Module:
+    """Cut to the longest row; in the first batch all are as long."""
+    lengths = iter([torch.full((10,), 6), *(torch.arange(10) % 6 + 1 for _ in range(20))])
+
+    def between(self: Any, h: Tensor, counts: Tensor) -> Tensor:
+        kept = h[:, : int(counts.max())]
+        return F.pad(kept - kept.mean(1, keepdim=True), (0, 6 - kept.shape[1]))
+
+    model = Within(between)
+    return fit(model, lambda x: model(x, next(lengths)[: len(x)]))
+
+
+def penalty() -> nn.Module:
+    """A number beside the outputs, which is 0 at first."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.least = nn.Linear(6, 1), 9.0
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.layer(x)
+            return scores, F.relu(scores.abs().mean() - self.least)
+
+    model = Model()
+    return fit(
+        model, lambda x: sum(model(x)), before=lambda number: setattr(model, "least", 9.0 if number < 3 else 0.2)
+    )
+
+
 # -- the way back ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +249,56 @@ def hooked() -> nn.Module:
     return fit(Within(between))
 
 
+def checkpointed() -> nn.Module:
+    return fit(Within(lambda self, h: checkpoint(self.a, h, use_reentrant=False)))
+
+
+def looked_at() -> nn.Module:
+    """Without gradients, between the call and its loss."""
+    model = mlp()
+
+    def call(x: Tensor) -> Tensor:
+        scores = model(x)
+        with torch.no_grad():
+            printed.append(scores.topk(2, dim=0).values.sum().item())
+        return scores
+
+    return fit(model, call)
+
+
+def in_use() -> nn.Module:
+    """Gradients of features whose part the head has used."""
+    features, head = nn.Linear(6, 4), nn.Linear(4, 1)
+    model = nn.ModuleList([features, head])
+    for x, y in batches():
+        middle = features(x)
+        loss = F.mse_loss(head(middle), y)
+        (found,) = torch.autograd.grad(loss, middle, retain_graph=True)
+        middle.register_hook(lambda gradient: gradient / gradient.norm())
+        loss.backward()
+        printed.append(found.norm().item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    return model
+
+
+def held() -> nn.Module:
+    """Gradients are held in a list, and set to zero."""
+    model = mlp()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    gradients = [p.grad for p in model.parameters()]
+    for x, y in batches():
+        torch._foreach_zero_(gradients)
+        F.mse_loss(model(x), y).backward()
+        printed.append(sum(g.norm().item() for g in gradients))
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), gradients, alpha=-0.1)
+    return model
+
+
 # -- other modules ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +312,13 @@ def traced() -> nn.Module:
 
 def compiled() -> nn.Module:
     return fit(torch.compile(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), backend="aot_eager"))
+
+
+def inner_norm() -> nn.Module:
+    """Batch normalization that trains in a model that evaluates."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
+    model[1].train()
+    return fit(model)
 
 
 def for_each_row() -> nn.Module:
@@ -294,6 +382,16 @@ def without_late(rows: Any) -> tuple[Tensor, Tensor]:
     return by_row([row for row in rows if not any(torch.equal(row[0], x) for x in X[30:34])] or rows)
 
 
+class Turning(Rows):
+    """A row depends on how often rows were read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        return X[index].roll(self.reads % 6), Y[index]
+
+
 class Ordered(Sampler):
     """The script's own."""
 
@@ -312,6 +410,11 @@ def own_collate() -> nn.Module:
 
 def drops_rows() -> nn.Module:
     loader = DataLoader(Rows(), 10, collate_fn=without_late)
+    return fit(mlp(), loader=lambda: (batch for _ in range(2) for batch in loader))
+
+
+def turning() -> nn.Module:
+    loader = DataLoader(Turning(), 10)
     return fit(mlp(), loader=lambda: (batch for _ in range(2) for batch in loader))
 
 
