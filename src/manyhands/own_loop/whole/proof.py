@@ -133,10 +133,8 @@ class _Trial:
         """Spread while it is tried: a gate that begins at zero or one would hide that rows meet behind it."""
         written = [one for one in {*self.buffers, *self.constants} if 0 not in one.stride()]
         self.before = [(one, one.detach().clone()) for one in written]
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(
-            True
-        )  # of `torch.utils.checkpoint`: it counts what is saved
-        self.gradients = torch.is_grad_enabled() and hooks is None
+        # `torch.utils.checkpoint` counts what is saved for a backward
+        self.gradients = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
     def plan(self) -> CallCut | Whole:
         whole = self._whole()
