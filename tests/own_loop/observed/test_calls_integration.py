@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "variable": "its rows depend on each other",
     "argument": "its rows depend on each other",
     "layer": "its rows depend on each other",
+    "inner_mode": "its rows depend on each other",
     "gate": "its rows depend on each other",
     "counted": "its attributes or whole numbers among its arguments are others in each call",
     "tables": CUT,

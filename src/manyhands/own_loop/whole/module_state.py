@@ -21,7 +21,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _SHORT = 64  # of a container of fewer, what is in it counts, too
-_OF_TORCH = {*vars(nn.Module())}  # attributes that every module has
+_OF_TORCH = {*vars(nn.Module())} - {"training"}  # attributes that every module has
 _GLOBAL_HOOKS = (
     *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
     *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
@@ -39,7 +39,7 @@ class ModuleState:
         self._newest = 0
 
     def number(self, module: nn.Module) -> int:
-        """Alike for the same state; of a float it counts whether it is 0, of a tensor attribute dtype and dimensions."""
+        """Alike for the same state; of a float it counts whether it is 0 or 1, of a tensor dtype and dimensions."""
         identities = self._identities_of(module)
         if identities != self._identities:
             self._variables = variables_of(module)

@@ -149,6 +149,15 @@ def layer() -> nn.Module:
     return fit(model, before=lambda number: model.__setitem__(1, Center() if number > 3 else nn.Tanh()))
 
 
+def inner_mode() -> nn.Module:
+    class Center(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    model = nn.Sequential(nn.Linear(6, 8), Center(), nn.Linear(8, 1)).eval()
+    return fit(model, before=lambda number: model[1].train(number > 3))
+
+
 def gate() -> nn.Module:
     """A buffer that begins at zero."""
     model = Within(lambda self, h: h - self.gate * h.mean(0))
