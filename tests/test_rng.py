@@ -1,6 +1,8 @@
 """A random state that nobody else sees, and one that all ranks draw from."""
 
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -110,6 +112,17 @@ class OfGpu:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
+
+
+def test_a_digest_is_that_of_another_process_in_the_same_state() -> None:
+    rng.seed_all(3)
+    program = "from manyhands import rng; rng.seed_all(3); print(rng.digest())"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(ran.stdout) == rng.digest()
+    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
+        before = rng.digest()
+        draw(1)
+        assert rng.digest() != before
 
 
 def test_noise_of_a_ranks_own_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
