@@ -33,42 +33,39 @@ def check_together(
     """
     if task.batches == WHOLE:
         batches_of(task.batches, strategy)
-        option, why = f"batches={WHOLE}", _not_whole(task, engine, partition, members_change)
+        option, why = f"batches={WHOLE}", _not_whole(engine, partition)
     elif task.sync_batch_norm:
-        option, why = "sync_batch_norm=True", _not_synchronized(task, strategy, engine, members_change)
+        option, why = "sync_batch_norm=True", _not_synchronized(strategy, engine)
     else:
         return
-    if why or stages:
-        raise Unsupported(
-            f"{option}: {why or 'with model_parallel a model has stages in several workers: leave one of them out'}"
-        )
-
-
-def _not_synchronized(task: Task, strategy: Strategy, engine: Engine, members_change: bool) -> str:
     if task.kernel is not None or task.executor is not None:
-        return "the task makes its steps by a kernel or an executor of its own: leave it out"
-    if task.micro_batch_size is not None:
-        return "with micro_batch_size workers make different numbers of forwards in a step: leave it out"
+        why = (
+            "the task makes its steps by a kernel or an executor of its own, and not by calls of a model: leave it out"
+        )
+    elif task.micro_batch_size is not None:
+        why = "with micro_batch_size a step has several losses, each of a part of the batch: leave it out"
+    elif not why and members_change:
+        why = 'a batch of all workers ends with any of them: give max_restarts alone (survive="max_restarts=3")'
+    elif not why and stages:
+        why = "with model_parallel a model has stages in several workers: leave one of them out"
+    if why:
+        raise Unsupported(f"{option}: {why}")
+
+
+def _not_synchronized(strategy: Strategy, engine: Engine) -> str:
     if engine.capabilities.simulated:
         return f"on engine {engine.name} no worker can wait for others within a backward: use engine local"
     if not strategy.needs.mean_gradient or strategy.leasing() is not None:
         return f"with strategy {strategy.name} workers do not make each step together: use allreduce"
-    return _CHANGING if members_change else ""
+    return ""
 
 
-_CHANGING = 'a batch of all workers ends with any of them: give max_restarts alone (survive="max_restarts=3")'
-
-
-def _not_whole(task: Task, engine: Engine, partition: str, members_change: bool) -> str:
-    if task.kernel is not None or task.executor is not None:
-        return "the task makes its steps by a kernel or an executor of its own, and what is cut are calls of its models"
-    if task.micro_batch_size is not None:
-        return "with micro_batch_size a step has several losses, each of a part of the batch: leave it out"
+def _not_whole(engine: Engine, partition: str) -> str:
     if engine.capabilities.simulated:
         return f"engine {engine.name} runs all workers in this process, whose functions of torch are not each worker's own: use engine local"
     if partition != "none":
         return f"with partition={partition} each worker has rows of its own, and not its part of a batch of all: leave it out"
-    return _CHANGING if members_change else ""
+    return ""
 
 
 class WholeBatchExecutor(AutogradExecutor):

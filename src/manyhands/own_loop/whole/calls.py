@@ -116,12 +116,8 @@ class Calls:
 
     def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Within a backward, for `torch.utils.checkpoint`: what was computed within a call, of the same rows."""
-        self._within = True
-        try:
-            with self.statistics.of_all_workers():
-                return _plain(module, *args, **kwargs)
-        finally:
-            self._within = False
+        with self.plainly(), self.statistics.of_all_workers():
+            return _plain(module, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,15 +160,15 @@ class Calls:
             known = self._known[module] = _Known(ModuleState(module))
         kind = _kind_of(module, leaves, structure)
         few = _has_few_rows(leaves, self.workers.size)
-        if (kind not in known.proofs and len(known.proofs) == 8 * _MOST_STATES) or any(
-            map(is_lazy, module.parameters())
-        ):
+        if kind not in known.proofs and len(known.proofs) == 8 * _MOST_STATES:
             return _Proof(Whole("it is called in ever new ways"))
         proofs = known.proofs.setdefault(kind, _Proofs())
         proof = proofs.settled or proofs.of(known.state.number(module), leaves)
         if proof is proofs.settled and not proof.calls:
             self._tell(module, proof.plan, _Proof())
         if proof.plan is None or (proof.is_due and not few):
+            if any(map(is_lazy, module.parameters())):
+                return _Proof(Whole("its parameters are not made yet"))
             self._know(module)
             plan = found_plan(_plain, module, gathered(list(leaves)), structure, self.workers, self.statistics)
             if few and isinstance(plan, Whole):

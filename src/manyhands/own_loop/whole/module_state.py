@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, count
@@ -308,20 +308,20 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Kept:
-    """Attributes of a module's layers, and variables of its methods, as they are now."""
+    """Attributes of objects of the script, and variables of its functions, as they are now."""
 
-    def __init__(self, module: nn.Module, variables: Sequence[Variable]) -> None:
-        self._layers = [
-            (inner, {name: KeptValue.of(value) for name, value in vars(inner).items() if name not in _KEPT})
-            for inner in module.modules()
+    def __init__(self, objects: Iterable[Any], variables: Sequence[Variable]) -> None:
+        """objects: a module's layers, or those of which a dataset consists."""
+        self._attributes: list[tuple[dict[str, Any], dict[str, KeptValue]]] = [
+            (vars(one), {name: KeptValue.of(value) for name, value in vars(one).items() if name not in _KEPT})
+            for one in objects
         ]
         self._variables = [(one, KeptValue.of(one.value)) for one in variables]
 
     @property
     def changed(self) -> str:
         """The name of one that is another one now; "" where none is."""
-        for inner, attributes in self._layers:
-            now = vars(inner)
+        for now, attributes in self._attributes:
             for name, kept in attributes.items():
                 if kept.is_changed(now.get(name, _NOT_THERE)):
                     return name
@@ -330,8 +330,7 @@ class Kept:
         return next((one.name for one, kept in self._variables if kept.is_changed(one.value)), "")
 
     def put_back(self) -> None:
-        for inner, attributes in self._layers:
-            now = vars(inner)
+        for now, attributes in self._attributes:
             for name in now.keys() - attributes.keys() - set(_KEPT):
                 del now[name]
             for name, kept in attributes.items():

@@ -90,7 +90,7 @@ def found_plan(
     if any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves):
         return Whole("an argument is sparse")
     variables = variables_of(module)
-    before, cached = Kept(module, variables), parametrize._cache_enabled
+    before, cached = Kept(module.modules(), variables), parametrize._cache_enabled
     parametrize._cache_enabled = 0  # else `parametrize.cached` would keep what a trial computes
     try:
         return _Trial(call, module, variables, leaves, structure, workers, statistics).plan()
@@ -237,7 +237,11 @@ class _Trial:
         rows = [leaf for leaf, dim in zip(own, dims, strict=True) if dim is not None] if dims else []
         versions = [(leaf, leaf._version) for leaf in own if isinstance(leaf, Tensor)]
         args, kwargs = pytree.tree_unflatten(own, self.structure)
-        before, seen, printed = Kept(self.module, self.variables), Observer(self.parameters, rows), io.StringIO()
+        before, seen, printed = (
+            Kept(self.module.modules(), self.variables),
+            Observer(self.parameters, rows),
+            io.StringIO(),
+        )
         seen.note(own)
         try:
             with torch.no_grad():

@@ -31,7 +31,7 @@ from manyhands.own_loop.whole.equality import EqualFacts, digest_of
 from manyhands.own_loop.whole.exchange import Workers
 from manyhands.own_loop.whole.layout import RowLayout
 from manyhands.own_loop.whole.lazy import ShardedOutput
-from manyhands.own_loop.whole.module_state import KeptValue, variables_in
+from manyhands.own_loop.whole.module_state import Kept, variables_in
 
 _iterate: Callable[[Any], Iterator[Any]] = DataLoader.__iter__
 _LOOKED_AT = 2  # rows that are read once more, to see whether they draw random numbers
@@ -164,7 +164,8 @@ class LoaderReading:
         rows = loader.batch_size or 2 * self._workers.size
         if _holds_generator([loader.dataset, loader.collate_fn]):
             return "its rows draw random numbers", 0
-        before = _Kept([loader.dataset, loader.collate_fn])
+        read = [loader.dataset, loader.collate_fn]
+        before = Kept([held for one in read for held in _held(one)], variables_in(read))
         try:
             with rng.kept(), self._plainly():
                 drawn = rng.generator_states()
@@ -181,7 +182,7 @@ class LoaderReading:
                     return "its collate_fn does not put a batch together row by row", 0
                 if rng.generator_states() != drawn:
                     return "its collate_fn draws random numbers", 0
-                if before.put_back():
+                if before.changed:
                     return "its dataset or its collate_fn changes while it is read", 0
                 return "", zlib.crc32(repr([digest_of(leaf) for leaf in leaves]).encode())
         except Exception as error:  # noqa: BLE001 - the script's own pass raises it
@@ -216,34 +217,6 @@ def _held(value: Any, depth: int = 3) -> list[Any]:
             if (isinstance(one, list | tuple) and len(one) < 32) or hasattr(one, "__dict__"):
                 found += _held(one, depth - 1)
     return found
-
-
-class _Kept:
-    """Attributes of objects of the script, and variables of functions, as they are now."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._held = [
-            (vars(one), {name: KeptValue.of(value) for name, value in vars(one).items()})
-            for given in values
-            for one in _held(given)
-        ]
-        self._variables = [(one, KeptValue.of(one.value)) for one in variables_in(values)]
-
-    def put_back(self) -> bool:
-        """Whether anything has changed, which is then as it was."""
-        changed = False
-        for held, values in self._held:
-            for name in held.keys() - values.keys():
-                del held[name]
-                changed = True
-            for name, kept in values.items():
-                if kept.is_changed(held.get(name)):
-                    held[name], changed = kept.put_back(), True
-        for one, kept in self._variables:
-            if kept.is_changed(one.value):
-                one.assign(kept.put_back())
-                changed = True
-        return changed
 
 
 def _holds_generator(values: Sequence[Any]) -> bool:
